@@ -34,7 +34,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stretto as st
-from stretto.engine.runtime import Pending, Runtime, RuntimeOver, choose_runtime
+from stretto.engine.on_device import choose_runtime
+from stretto.engine.runtime import Pending, Runtime, RuntimeOver
 from stretto.groups import SoloGroup
 from stretto.groups.collectives import method_of
 from stretto_lab.testing.synchronising import Synchronisations

@@ -63,7 +63,7 @@ def run(way: Way, ranks: int, updates: int, losses: Sequence[int], seed: int) ->
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         parallel = st.DataParallel(model, optimizer, st.ZeRO1(), micro_batches=total, group=term.group)
         term.go_on(parallel)
-        inputs = torch.ones(1, 32)
+        inputs = torch.full((1, 32), 1 + term.rank / ranks)  # equal losses would be taken for equal batches
 
         def on_update(update: st.Update) -> None:
             if ahead and update.step == ahead[0]:

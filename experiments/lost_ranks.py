@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 from launched import until
+from numbered import Numbered
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -56,7 +57,8 @@ OUTAGE_SECONDS = (1.0, 15.0)
 """Of links and stops: on both sides of `SILENT_SECONDS`."""
 MICRO_BATCH_SECONDS = 0.01
 HANGS_AFTER = 240.0
-"""Seconds after the last event, on a busy machine; a store that is cut off is waited for 11 s, and a new term 15 s."""
+"""Seconds after the last event and after any word of any process, on a busy machine; a store that is cut off is waited
+for 11 s, and a new term 15 s."""
 BEGINS_WITHIN = 600.0
 """Seconds until the first event; ten are enough on a machine that has nothing else to do."""
 TOLERANCE = 1e-4
@@ -126,48 +128,32 @@ def drawn(seed: int) -> Trial:
     )
 
 
-class Numbers:
-    """The numbers of micro-batches in one order, dealt to ranks in turn in every update."""
+class Built:
+    """What a process builds before it gives its name; nobody waits for that."""
 
-    def __init__(self, rank: int, ranks: int) -> None:
-        self._rank, self._ranks = rank, ranks
-        self.begin, self._taken = 0, 0
-        self.given: list[int] = []
-
-    def __iter__(self) -> Iterator[int]:
-        while True:
-            update, turn = divmod(self._taken, TOTAL.of(self._rank, self._ranks))
-            self.given.append(self.begin + update * TOTAL.micro_batches + turn * self._ranks + self._rank)
-            self._taken += 1
-            yield self.given[-1]
-
-    def state_dict(self) -> dict[str, int]:
-        """Return where it is."""
-        return {"begin": self.begin, "taken": self._taken}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on there."""
-        self.begin, self._taken = state["begin"], state["taken"]
-
-    def deal(self, states: Sequence[dict[str, int]]) -> None:
-        """Go on after what ranks of another number have taken."""
-        self.begin, self._taken = states[0]["begin"] + sum(state["taken"] for state in states), 0
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(
+            nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.003)
 
 
 class Job:
     """One rank's job in one term."""
 
-    def __init__(self, strategy: str, group: ProcessGroup | None) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(
-            nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
-        )
+    def __init__(self, strategy: str, group: ProcessGroup | None, built: Built) -> None:
+        self.model = built.model
         options = st.Options(silent_seconds=SILENT_SECONDS, timeout_seconds=60.0, bucket_bytes=4096)
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.003)
         self.parallel = st.DataParallel(
-            self.model, optimizer, STRATEGIES[strategy](), micro_batches=TOTAL, group=group, options=options
+            self.model,
+            built.optimizer,
+            STRATEGIES[strategy](),
+            micro_batches=TOTAL,
+            group=group,
+            options=options,
         )
-        self.numbers = Numbers(self.parallel.rank, self.parallel.world_size)
+        self.numbers = Numbered(self.parallel.rank, self.parallel.world_size, TOTAL)
 
     def train(self, pause: float, on_update: Callable[[st.Update], None]) -> list[float]:
         """Return the parameters after all updates."""
@@ -188,9 +174,11 @@ def live(trial: Trial, node: int, said: Path) -> None:
         with said.open("a") as file:
             file.write(json.dumps({"at": time.monotonic(), **line}) + "\n")
 
+    built = Built()
+
     def train(term: st.Term) -> list[float]:
         tell(begins=term.number)
-        job = Job(trial.strategy, term.group)
+        job = Job(trial.strategy, term.group, built)
         restored = term.go_on(job.parallel, loader=job.numbers)
         if restored is not None and len(restored.loader_states) != term.world_size:
             job.numbers.deal(restored.loader_states)
@@ -254,6 +242,7 @@ class Running:
         self._host = forked(spaces[-1], folder / "meet.log", self._meet)
         self.struck: list[tuple[Event, float]] = []
         self.hung: list[int] = []
+        self._last_heard = 0
         until(lambda: "meeting at" in (folder / "meet.log").read_text(), "the store")
         for node in range(trial.ranks):
             self._start(node)
@@ -279,6 +268,8 @@ class Running:
                 undone.remove((at, undo))
                 undo()
             self._reap(is_over=self._has_ended())
+            if not ahead and (heard := self._heard()) != self._last_heard:
+                self._last_heard, ends = heard, max(ends, now + HANGS_AFTER)
             if now > ends:
                 self.hung = list(self._pids)
                 break
@@ -330,6 +321,10 @@ class Running:
 
     def _reached(self) -> int:
         return max((line.get("update", 0) for path in self._paths for line in lines_of(path)), default=0)
+
+    def _heard(self) -> int:
+        """Return how many bytes all processes have written."""
+        return sum(path.stat().st_size for path in self._paths)
 
     def _has_ended(self) -> bool:
         """Whether somebody has ended by itself: its work is done, or all that live cannot go on."""
@@ -506,7 +501,7 @@ def apart(trial: Trial, folder: Path, calm: list[float]) -> Verdict:
 
 def calm_model() -> list[float]:
     """Return the parameters of the job on one rank to which nothing happens."""
-    return Job("zero1", None).train(0.0, lambda _: None)
+    return Job("zero1", None, Built()).train(0.0, lambda _: None)
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -39,6 +39,10 @@ FOLDERS = {
 LINK = re.compile(r"(^ *```.*?^ *```|`[^`\n]*`)|\]\(([^)\s#]+)(#[^)\s]*)?\)", re.DOTALL | re.MULTILINE)
 """Code, which is passed over; or the target of a link, and its anchor."""
 
+CODE = re.compile(r"<code>[^<]*</code>")
+LONG = 40
+"""Characters from which a name is broken where its cell is narrow, tags included."""
+
 
 def source_of_pages() -> dict[str, str]:
     """Return from every page of the site to its file in the repository, results with the latest first."""
@@ -116,6 +120,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     above = [section.title for section in page.ancestors if section.title in FIRST]
     page.meta["search"] = {"boost": FIRST[above[0]] if above else 1.0}
     return with_links_of_site(markdown, page.file.src_uri)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let a long name in a table be broken behind a colon."""
+    return re.sub(r"<td[^>]*>.*?</td>", lambda cell: CODE.sub(_breakable, cell[0]), html, flags=re.DOTALL)
+
+
+def _breakable(code: re.Match[str]) -> str:
+    return code[0].replace(":", ":<wbr>") if len(code[0]) > LONG else code[0]
 
 
 def downloads() -> list[str]:

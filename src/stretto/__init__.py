@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stretto import echo, errors
-    from stretto.echo import Auto, Bernoulli, EchoDataset, EchoLoader, EchoOptions, Even, Ready, diagnose
+    from stretto.echo import Auto, Bernoulli, EchoLoader, EchoOptions, Even, Ready, diagnose
     from stretto.engine import Clock, Options, Total
     from stretto.errors import StrettoError
     from stretto.groups import local_device
@@ -48,7 +48,6 @@ __all__ = [
     "Clock",
     "DataParallel",
     "DiLoCo",
-    "EchoDataset",
     "EchoLoader",
     "EchoOptions",
     "Even",

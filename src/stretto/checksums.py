@@ -233,21 +233,19 @@ class Sums:
         content = _bytes_of(tensor)
         return cls(*_sums_of(content), content.numel())
 
-    def equals(self, other: "Sums") -> bool:
-        """Return whether lengths and all sums are the same."""
-        return (
-            self.num_bytes == other.num_bytes
-            and torch.equal(self.rows, other.rows)
-            and torch.equal(self.columns, other.columns)
-        )
 
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Checksum:
+class Checksum(NamedTuple):
     """Digest and sums of a tensor at one moment: they tell later whether it has changed, and where."""
 
     digest: Digest
-    sums: Sums
+    together: Sums
+    """Of tensors that were read together, by row: cut only where somebody asks."""
+    row: int
+
+    @property
+    def sums(self) -> Sums:
+        """Of this tensor."""
+        return Sums(self.together.rows[self.row], self.together.columns[self.row], self.together.num_bytes)
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Checksum":
@@ -261,12 +259,10 @@ def checksums(tensors: Sequence[Tensor]) -> list[Checksum]:
     found = {}
     for places, content in _together(enumerate(tensors)):
         (rows, columns), length = _sums_of(content), content.size(1)
-        numbers = (
-            digests_of_rows(content) if is_on_host(content) else mixed(torch.cat([rows, columns], 1), length)
-        )
-        sums = zip(rows.unbind(), columns.unbind(), strict=True)
-        for place, one, (of_rows, of_columns) in zip(places, numbers, sums, strict=True):
-            found[place] = Checksum(one, Sums(of_rows, of_columns, length))
+        together, is_here = Sums(rows, columns, length), is_on_host(content)
+        numbers = digests_of_rows(content) if is_here else mixed(torch.cat([rows, columns], 1), length)
+        for row, (place, one) in enumerate(zip(places, numbers, strict=True)):
+            found[place] = Checksum(one, together, row)
     return [found[place] for place in range(len(tensors))]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from stretto.averaging import DriftingReplica, FragmentedReplica, LocalReplica
+from stretto.averaging import DriftingReplica, LocalAtRest
 from stretto.averaging.worker import check_worker, exchange_inside, worker_of
 from stretto.engine.accumulation import Accumulate, Accumulation, GradientBuffer
 from stretto.engine.agreed import AgreedReplica
@@ -23,12 +23,12 @@ from stretto.engine.holding import mark_on
 from stretto.engine.job import Job
 from stretto.engine.messages import check_messages
 from stretto.engine.noisy import NoisyRank
+from stretto.engine.on_device import choose_runtime
 from stretto.engine.options import BufferChoices, Clock, Options, Quota, Total, check_formats, plan_quota
 from stretto.engine.own_preview import OwnPreviews
 from stretto.engine.report import settings_text
 from stretto.engine.rest import RestingLane
 from stretto.engine.round import Progress
-from stretto.engine.runtime import choose_runtime
 from stretto.engine.settling import SettlingModel
 from stretto.engine.untrained import untrained
 from stretto.engine.within import NodeRuntime, Within
@@ -58,6 +58,7 @@ from stretto.optimizer import (
     StateKinds,
     check_scheduler,
     name_of,
+    over_shards,
     read_hyperparameters,
     whole_groups,
 )
@@ -212,8 +213,11 @@ def start(phases: Mapping[int, Parts], group: dist.ProcessGroup, sharding: "Shar
     try:
         return _start(phases, progress, failures, sharding)
     except BaseException as error:  # what only one rank cannot train is told to the others
-        failures.tell(error)
-        raise
+        cause = failures.cause_of(error)
+        failures.tell(cause)
+        if cause is error:
+            raise
+        raise cause from error
 
 
 def _start(
@@ -237,7 +241,9 @@ def _start(
     share_start(exchange, parameters, GradientBuffer(layout), parts.model, everyone)
     if any(one.guards for one in phases.values()):
         progress.watch(_fixed(parts.model))
-    owner = owner_of(parts, parameters, exchange)
+    owner = owner_of(parts, parameters, exchange, within)
+    if sharding is not None:
+        StateKinds(owner).check_over_shards()
     if any(ledger.local or ledger.may_average for ledger in ledgers[1:]):
         StateKinds(owner).check_averages()  # now, and not when its turn comes
     lane = lane_of(parts, exchange, inside, owner, progress, within=within)
@@ -307,12 +313,6 @@ def _planned(
     """Return the layout, and the parameters in its order."""
     parts = phases[0]
     whole = whole_groups(parts.optimizer)  # a replicated one, too, sees flat slices where owners do
-    if sharding is not None and whole:
-        raise UnsupportedOptimizer(
-            f"{name_of(parts.optimizer)} steps whole tensors (groups {sorted(whole)}), and a rank holds shards: "
-            "expected an optimizer that works element by element, such as AdamW, or whole models with ZeRO1(), which "
-            "keeps tensors whole"
-        )
     layout, parameters = plan_layout(
         parts.model,
         parts.optimizer,
@@ -322,12 +322,26 @@ def _planned(
         parts=math.lcm(*(max(1, one.ledger.fragments) for one in phases.values())),
         whole_groups=whole,
     )
+    if sharding is not None:
+        _check_rows(parts, layout, len(sharding.inside))
     # Fragments are cut out of the buckets' first order.
     if sharding is not None and not any(one.ledger.fragments for one in phases.values()):
         from stretto.engine.sharding import arrivals
 
         layout = layout.filled_by(arrivals(parts.model, parameters))
     return layout, parameters
+
+
+def _check_rows(parts: Parts, layout: Layout, num_shards: int) -> None:
+    """Raise unless every shard has rows of the tensors that the ranks of a node step together."""
+    for slot in (one for one in layout.slots if one.is_whole and math.prod(one.whole_shape)):
+        rows = slot.whole_shape[0]
+        if (num_shards - 1) * -(-rows // num_shards) >= rows:
+            raise UnsupportedOptimizer(
+                f"{name_of(parts.optimizer)} steps {slot.name!r} as a whole, and of its {rows} rows some of the node's "
+                f"{num_shards} shards have none: expected a row for each; give it to an optimizer that works element "
+                "by element, such as AdamW"
+            )
 
 
 def _connected(
@@ -396,12 +410,17 @@ def _kind_of_model(sharding: "Sharding | None") -> Callable[..., SettlingModel]:
     return ShardedModel
 
 
-def owner_of(parts: Parts, parameters: Sequence[Tensor], exchange: Exchange) -> ShardedOptimizer:
+def owner_of(
+    parts: Parts, parameters: Sequence[Tensor], exchange: Exchange, within: Within | None
+) -> ShardedOptimizer:
     """Return this rank's masters, with the values of the parameters, and an optimizer that has not stepped them."""
     is_replicated, rehearses = parts.ownership
     rank, num_owners = (0, 1) if is_replicated else (exchange.rank, exchange.world_size)
+    layout, optimizer = exchange.layout, parts.optimizer
+    if within is not None and (whole := {slot.group for slot in layout.slots if slot.is_whole}):
+        optimizer = over_shards(optimizer, whole, within.exchange.group, layout.sets[0].device)
     return (RehearsingOptimizer if rehearses else ShardedOptimizer)(
-        exchange.layout, parameters, parts.optimizer, rank=rank, num_owners=num_owners
+        layout, parameters, optimizer, rank=rank, num_owners=num_owners
     )
 
 
@@ -470,9 +489,7 @@ def _kind_of_replica(
             return functools.partial(OwnPreviews, keeps_own=ledger.keeps_own)
         return functools.partial(DriftingReplica, probe=ledger.probe) if ledger.may_average else AgreedReplica
     worker = worker_of(ledger, exchange, inside)
-    if ledger.fragments:
-        return functools.partial(FragmentedReplica, worker=worker, fragments=ledger.fragments)
-    return functools.partial(LocalReplica, worker=worker)
+    return functools.partial(LocalAtRest, worker=worker, fragments=ledger.fragments)
 
 
 def _interpreter(

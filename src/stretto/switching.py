@@ -192,7 +192,11 @@ def take_over(job: Job, feed: Feed, old: Parts, new: Parts) -> None:
     compute.runtime.join()
     exchange = exchange_of(new.options, before.group, job.layout, *before.waits, before.numbers)
     exchange.take_account(before)
-    sharded = job.sharded if new.ownership == old.ownership else owner_of(new, model.parameters, exchange)
+    sharded = (
+        job.sharded
+        if new.ownership == old.ownership
+        else owner_of(new, model.parameters, exchange, job.within)
+    )
     strikes = guards[0].interpreter.strikes if guards else None
     lane = lane_of(new, exchange, job.inside, sharded, progress, strikes, job.within)
     job.work_with(lane.comm, exchange, sharded)

@@ -3,6 +3,7 @@
 Nothing here imports PyTorch, whose import is itself waited for.
 """
 
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +11,9 @@ from contextlib import closing, suppress
 
 SECONDS = 4.0
 """Of silence after which there is a line: less than half of what a person takes for a hang."""
+
+COLUMNS = 80
+"""Of the terminal that everything fits into."""
 
 
 class Patience:
@@ -39,7 +43,7 @@ class Patience:
                 self.heard()
                 if line := self._line():
                     with suppress(BrokenPipeError):  # who waits meets it, and tells it in one line
-                        print(line, flush=True)
+                        print(fold(line), flush=True)
 
     def _left(self) -> float:
         return max(0.0, self._heard + SECONDS - time.monotonic())
@@ -56,3 +60,8 @@ def clock(seconds: float) -> str:
     minutes, seconds = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def fold(text: str) -> str:
+    """Return `text` in lines that fit into a terminal; words, paths among them, stay whole."""
+    return textwrap.fill(text, COLUMNS, break_long_words=False, break_on_hyphens=False)

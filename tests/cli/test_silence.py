@@ -3,6 +3,7 @@
 import ast
 import itertools
 import queue
+import random
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import pytest
 
 from stretto_lab.cli.help import COMMANDS
 from stretto_lab.observe import Stages
-from stretto_lab.patience import SECONDS, Patience, clock
+from stretto_lab.patience import COLUMNS, SECONDS, Patience, clock
 from tests.style.source import ROOT, package_files
 
 LAW = 10.0
@@ -108,10 +109,30 @@ def test_patience_speaks_after_silence_and_again(
         asked.put(time.monotonic())
         return "still there"
 
+    started = time.monotonic()
     with closing(Patience(line)):
-        moments = [time.monotonic() - 0.01, *(asked.get(timeout=60) for _ in range(3))]
+        moments = [started, *(asked.get(timeout=60) for _ in range(3))]
     assert all(after - before >= 0.04 for before, after in itertools.pairwise(moments))
     assert capsys.readouterr().out.count("still there") in (2, 3)  # the last one may be yet to come
+
+
+def test_what_patience_says_fits_into_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("stretto_lab.patience.SECONDS", 0.001)
+    draw = random.Random(0)
+    lines = iter(" ".join("x" * draw.randint(1, 12) for _ in range(draw.randint(1, 40))) for _ in range(50))
+    given: queue.Queue[str] = queue.Queue()
+
+    def line() -> str:
+        given.put(text := next(lines, ""))
+        return text
+
+    with closing(Patience(line)):
+        texts = [given.get(timeout=60) for _ in range(51)]
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= COLUMNS == 80
+    assert shown.split() == " ".join(texts).split()
 
 
 def test_stages_say_what_how_far_and_how_long_still(

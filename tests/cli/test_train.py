@@ -204,12 +204,26 @@ def test_the_start_is_told_step_by_step_and_ctrl_c_ends_all_workers_and_says_how
         *loading,
         "zero1 on 2 workers (cpu), run\n",
         "starting the workers\n",
-        "workers have started on cpu: reading the data and building the model\n",
+        "workers have started on cpu: reading data, building the model\n",
     ]
     assert re.fullmatch(r"data and model are ready: [\d,]+ parameters\n", ready)
     assert evaluated.startswith("held-out loss 1.")
     assert re.fullmatch(r"update 1/100000  loss 1\.\d+\n", updated)
     assert shown.splitlines()[-1] == last
+
+
+def test_ctrl_c_lets_a_run_that_survives_losses_land_and_save_too() -> None:
+    words = ["train", TINY, "--updates", "100000", "--run-dir", "run", "--no-tensorboard"]
+    with with_imports_made([*words, "--workers", "3", "--survive"]) as run:
+        try:
+            next(line for line in run.stdout if line.startswith("update 1/"))
+            os.killpg(run.pid, signal.SIGINT)
+            shown, complaint = run.communicate()
+        finally:
+            run.kill()
+    assert (run.returncode, complaint) == (130, "interrupted\n")
+    assert shown.splitlines()[-1] == "go on with it: stretto resume run"
+    assert len([*Path("run", "checkpoints").iterdir()]) == 1
 
 
 @pytest.mark.parametrize("seed", range(12))

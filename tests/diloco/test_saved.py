@@ -9,6 +9,7 @@ from torch import distributed as dist
 
 import stretto as st
 from stretto import checkpoint
+from stretto.engine.agreed import Alike
 from stretto.records import Incident
 from stretto_lab.testing.jobs import Job, saved_and_resumed
 from stretto_lab.virtual import VirtualCluster
@@ -69,7 +70,7 @@ def test_checkpoints_talk_only_once_a_fragment_has_arrived(loads: bool, tmp_path
         checkpoint.save(parallel, tmp_path, async_save=not loads)
         go_on(parallel, range(3, 4), course)
         if loads:
-            assert parallel.job.replica.is_under_way
+            assert parallel.job.replica.agreement.state is Alike.APART
             assert checkpoint.load(parallel, tmp_path).step == 3
             go_on(parallel, range(3, 4), course)
         go_on(parallel, range(4, 7), course)

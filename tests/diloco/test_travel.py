@@ -8,11 +8,23 @@ import torch
 from torch import distributed as dist
 
 import stretto as st
-from stretto.averaging.local import empty_report
+from stretto.averaging.reports import empty_report
 from stretto.engine.report import RoundReport
 from stretto.errors import ConfigError, PeerFailed, RanksDisagree
 from stretto.exchange import WIRES
-from stretto.strategies.contract import Gather, Land, Launch, Local, Look, Reduce, Script, Step
+from stretto.strategies.contract import (
+    Average,
+    Effect,
+    Gather,
+    Land,
+    Launch,
+    Local,
+    Look,
+    OuterStep,
+    Reduce,
+    Script,
+    Step,
+)
 from stretto.strategies.ledger import ledger_of
 from stretto_lab.virtual import VirtualCluster
 from tests.diloco.jobs import BUCKET, HEIGHT, RANKS, UPDATES, WIDTH, go_on, on_cluster, start
@@ -54,7 +66,7 @@ def test_bytes_are_those_of_the_ledger(fragments: int, wire: str, gradient: floa
     for course in on_cluster(strategy, options={"wire": wire}):
         before = sum(update.sent_bytes for update in course.updates[:10])
         records.append(before - 10 * per_update * NUMEL * (RANKS - 1) / RANKS)
-    record = RoundReport.pack(empty_report(num_slots=1, changed=b"", step=0)) + bytes([True])
+    record = RoundReport.pack(empty_report(num_slots=1, changed=b"", step=0))
     assert records == pytest.approx([2 * fragments * len(record)] * RANKS)
 
 
@@ -284,7 +296,7 @@ class LaunchesTwice(st.Strategy):
         gradient = yield Local()
         yield Step(gradient)
         yield Look()
-        yield Launch(0, 1, 1.0, 0.0)
+        yield Launch(OuterStep(1.0, 0.0))
 
 
 class LaunchesShards(st.Strategy):
@@ -294,8 +306,8 @@ class LaunchesShards(st.Strategy):
         gradient = yield Reduce()
         yield Step(gradient)
         yield Gather()
-        yield Launch(0, 1, 1.0, 0.0)
-        yield Land(0.0, 0)
+        yield Launch(OuterStep(1.0, 0.0))
+        yield Land()
 
 
 class NeverMeets(LaunchesTwice):
@@ -309,5 +321,41 @@ def test_scripts_that_cannot_be_performed_are_refused() -> None:
         ledger_of(LaunchesTwice())
     with pytest.raises(ConfigError, match="Launch and Land need replicas that step alone"):
         ledger_of(LaunchesShards())
-    with pytest.raises(ConfigError, match="must end with an Average or a Launch"):
+    with pytest.raises(ConfigError, match="must contain a Launch"):
         ledger_of(NeverMeets())
+
+
+@dataclasses.dataclass(frozen=True)
+class Ends(st.Strategy):
+    """A rank's own step, and what comes after it."""
+
+    effects: tuple[Effect, ...]
+    name, overlaps, staleness = "ends", False, 0
+
+    def update(self) -> Script:
+        gradient = yield Local()
+        yield Step(gradient)
+        yield from (effect for effect in self.effects)  # a generator may be sent answers
+
+
+@pytest.mark.parametrize(
+    ("effects", "found"),
+    [
+        ((Launch(),), "lands in the update in which it leaves"),
+        ((Launch(), Land(), Launch(OuterStep(1.0, 0.0)), Land()), "in all of its launches, or in none"),
+        ((Launch(), Land(), Average()), "averaged by Launch"),
+        ((Launch(fragments=2), Land()), "go with an outer step"),
+        ((Launch(keeps_progress=True), Land()), "go with an outer step"),
+        ((Launch(OuterStep(1.0, 0.0), state=True), Land()), "with a mean of everything"),
+    ],
+)
+def test_a_mean_of_everything_lands_at_once_and_is_not_mixed_with_other_kinds(
+    effects: tuple[Effect, ...], found: str
+) -> None:
+    with pytest.raises(ConfigError, match=found):
+        ledger_of(Ends(effects))
+
+
+def test_everything_may_leave_for_its_mean_in_every_update() -> None:
+    ledger = ledger_of(Ends((Launch(state=True), Land())))
+    assert (ledger.averages, ledger.state_averages, ledger.outer_steps, ledger.fragments) == (1, 1, 0, 0)

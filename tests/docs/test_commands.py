@@ -1,5 +1,7 @@
 """Every command line that the pages print can be read."""
 
+import re
+
 import pytest
 
 from stretto_lab.campaign import CampaignConfig
@@ -12,12 +14,13 @@ from stretto_lab.reproduce import ReproduceConfig
 from stretto_lab.train.arms import parse_arms
 from stretto_lab.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
 from stretto_lab.train.demo import DemoConfig
+from stretto_lab.train.meet import MeetConfig
 from stretto_lab.train.simulation import SimulateConfig
-from tests.docs.pages import ROOT, commands, pages
+from tests.docs.pages import ROOT, commands, links, pages, typed
 
 # Those of docs/recipes.md are run, by the page's own test.
 COMMANDS = [words for page in pages() if page.name != "recipes.md" for words in commands(page)]
-ALONE = {"demo": DemoConfig, "doctor": Examination, "estimate": EstimateConfig}
+ALONE = {"demo": DemoConfig, "doctor": Examination, "estimate": EstimateConfig, "meet": MeetConfig}
 """The options of commands that take nothing else."""
 AFTER_NAMES = {"report": ReportConfig, "reproduce": ReproduceConfig}
 """The options of commands that take folders or records before them."""
@@ -73,4 +76,43 @@ def test_the_pages_print_commands() -> None:
         "doctor",
         "reproduce",
         "resume",
+        "meet",
     }
+
+
+WIDEST = 100
+"""Characters of code that the site shows beside both side bars, on a screen of 1280 pixels."""
+
+
+def test_a_printed_command_is_seen_whole() -> None:
+    commands = ("stretto ", "torchrun ", "python ", "    --", "    -m ")
+    wide = [
+        f"{page.relative_to(ROOT)}: {line}"
+        for page in pages()
+        for block in typed(page)
+        if any(f"{word}" in block for word in commands[:3])
+        for line in block.splitlines()
+        if line.startswith(commands) and len(line) > WIDEST
+    ]
+    assert wide == []
+
+
+OF_A_CHECKOUT = re.compile(
+    r"(?:^|(?<=[\s'\"]))(?:examples|benchmarks|tests|docs|src|\.venv)/[\w./-]*|^make\b|'\.\[\w+\]'", re.M
+)
+"""What somebody who has the wheel alone does not have."""
+
+
+def test_a_command_with_a_path_of_the_repository_says_where_its_reader_has_it_from() -> None:
+    """From a checkout, in so many words, or from the site, by a link to the file."""
+    unexplained = []
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        targets = {(page.parent / target.partition("#")[0]).resolve() for target in links(page)}
+        for block in typed(page):
+            before = text.partition(block)[0]
+            for path in OF_A_CHECKOUT.findall(block):
+                file = (ROOT / path.partition(":")[0]).resolve()
+                if "checkout" not in before and file not in targets and file.parent not in targets:
+                    unexplained.append(f"{page.relative_to(ROOT)}: {path}")
+    assert unexplained == []

@@ -1,12 +1,14 @@
 """Both loops of the README run and train the same model where they should; and it is short."""
 
 import json
+import re
 import statistics
 from typing import Any
 
 import torch
 
 import stretto
+from stretto_lab.estimate import EstimateConfig, estimate
 from stretto_lab.peers import PEERS
 from tests.docs.pages import DOCS, README, ROOT, cells, code_blocks, table
 
@@ -89,3 +91,30 @@ def test_the_table_of_the_benchmarks_has_the_fastest_of_ours_and_of_the_others_o
 
 def test_the_readme_is_read_in_minutes() -> None:
     assert len(README.read_text(encoding="utf-8").split()) <= 1100
+
+
+MINUTE = 250
+"""Words that somebody reads in a minute who also looks."""
+QUESTIONS = {
+    "what is it": "a PyTorch library and command line for data-parallel training",
+    "for whom": "GPUs on ordinary Ethernet",
+    "124 million parameters on four nodes at 1 Gbit/s": "124 million parameters on four nodes at 1 Gbit/s: yes",
+    "does it run on GPUs": "Tried on one GPU, not on two over NCCL",
+    "what does it cost": "Few lines of your loop. In loss nothing where training stays exact",
+}
+
+
+def test_a_minute_with_the_readme_answers_the_first_questions() -> None:
+    text = re.sub(r"!\[[^]]*\]\([^)]*\)|\]\([^)]*\)|[*`\[]", "", README.read_text(encoding="utf-8"))
+    minute = " ".join(text.split()[:MINUTE])
+    assert [question for question, answer in QUESTIONS.items() if answer not in minute] == []
+
+
+def test_the_answers_of_the_first_minute_are_what_estimate_says() -> None:
+    config = EstimateConfig(parameters="124M", update_seconds=1.0, ranks=4, network="1gbit")
+    rows, choice = estimate(config.work)
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    exact, chosen = f"{rows[0].time.seconds:.2g} s under `zero1`", f"{choice.time.seconds:.2g} s under"
+    assert f"takes {exact}, which is exact, and {chosen} `{choice.strategy}:wire={choice.wire}`" in text
+    assert rows[0].strategy == "zero1"
+    assert f"{choice.nats:.3f} nats for this `{choice.strategy}`" in text

@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 
 from tests.docs.pages import ROOT, without_code
-from website.pages import FIRST, source_of_pages, with_links_of_site
+from website.pages import FIRST, on_page_content, source_of_pages, with_links_of_site
 from website.promises import LOADED, MODULES, answers, missing_names
 
 
@@ -63,6 +63,15 @@ def test_every_list_has_an_empty_line_before_it() -> None:
         if not item.match(paragraph) and any(map(item.match, paragraph.split("\n")))
     ]
     assert begun_late == []
+
+
+def test_a_long_name_in_a_table_may_be_broken_behind_its_colons() -> None:
+    cell = "<td><code>average:30:fragments=10:wire=int4</code></td><td><code>a:b</code></td>"
+    page = f"<table>{cell}</table><p><code>average:30:fragments=10:wire=int4</code>"
+    broken = on_page_content(page, page=None, config=None, files=None)
+    assert broken == page.replace(
+        cell, cell.replace(":30:fragments=10:wire", ":<wbr>30:<wbr>fragments=10:<wbr>wire")
+    )
 
 
 def test_a_public_name_that_no_page_shows_is_missed() -> None:

@@ -70,14 +70,6 @@ def test_the_pool_keeps_only_the_last_few() -> None:
     tap.close()
 
 
-def test_an_epoch_of_agreed_length_goes_on_with_what_is_in_hand_when_the_data_end() -> None:
-    tap, loader, batches = begun(Ready(pool=2, max_uses=1), steps_per_epoch=7)
-    tap.pour("a", "b", "c")
-    tap.close()
-    assert list(batches) == ["a", "b", "c", "b", "c", "b", "c"]
-    assert loader.fresh_batches == 3
-
-
 def test_an_update_uses_no_batch_twice_and_may_be_fresh_in_part() -> None:
     tap, loader, batches = begun(Ready(pool=4, max_uses=9), micro_batches=2)
     tap.pour("a", "b")  # nothing is held that the first update has not used: it waits for its second batch

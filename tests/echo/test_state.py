@@ -5,7 +5,6 @@ import dataclasses
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from stretto import Auto, Bernoulli, EchoLoader, EchoOptions, Even, Ready, errors
@@ -21,14 +20,6 @@ PLANS: list[Plan] = [
     Bernoulli(0.3, max_uses=3),
 ]
 EPOCHS = 2
-
-
-class Noisy(Numbers):
-    """Adds noise that no state restores, as a random augmentation in the loader does."""
-
-    def __iter__(self) -> Any:
-        for batch in super().__iter__():
-            yield batch + torch.rand(1)
 
 
 def used(loader: EchoLoader[Tensor], batch: Tensor) -> tuple[float, int, int]:
@@ -69,7 +60,7 @@ class _TracedSelector(Selector):
         self._trace = trace
 
     def select(self, update: int, held: Any, is_ready: Any) -> Any:
-        return next((one for one in held if one.number == self._trace[update]), None)
+        return next((one for one in held if [one.number] == [*self._trace[update : update + 1]]), None)
 
 
 def epochs_left(state: dict[str, Any], length: int) -> int:
@@ -79,14 +70,13 @@ def epochs_left(state: dict[str, Any], length: int) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*are read and thrown away")
-@pytest.mark.parametrize("resume", ["refetch", "store"])
 @pytest.mark.parametrize("remembers", [True, False])
 @pytest.mark.parametrize("plan", PLANS, ids=repr)
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_a_run_goes_on_with_the_same_batches_and_decisions_at_every_cut(
-    plan: Plan, remembers: bool, resume: Any, micro_batches: int
+    plan: Plan, remembers: bool, micro_batches: int
 ) -> None:
-    length, options = 8, EchoOptions(seed=5, resume=resume, micro_batches=micro_batches)
+    length, options = 8, EchoOptions(seed=5, micro_batches=micro_batches)
 
     def fresh_loader() -> EchoLoader[Tensor]:
         return EchoLoader(Numbers(length, remembers=remembers), plan, options=options)
@@ -104,15 +94,13 @@ def test_a_run_goes_on_with_the_same_batches_and_decisions_at_every_cut(
         assert before + after == whole, cut
 
 
-@pytest.mark.parametrize("resume", ["refetch", "store"])
 @pytest.mark.parametrize("in_use", [False, True])
-def test_several_held_batches_are_taken_up_again_also_by_a_loader_in_use(resume: Any, in_use: bool) -> None:
-    options = EchoOptions(resume=resume, steps_per_epoch=len(TRACE))
-    whole, _ = run(EchoLoader(Numbers(8), Traced(), options=options), 1)
+def test_several_held_batches_are_taken_up_again_also_by_a_loader_in_use(in_use: bool) -> None:
+    whole, _ = run(EchoLoader(Numbers(8), Traced()), 1)
     assert [int(batch) for batch, _, _ in whole] == list(TRACE)
     for cut in range(len(TRACE)):
-        before, state = run(EchoLoader(Numbers(8), Traced(), options=options), 1, cut)
-        loader = EchoLoader(Numbers(8), Traced(), options=options)
+        before, state = run(EchoLoader(Numbers(8), Traced()), 1, cut)
+        loader = EchoLoader(Numbers(8), Traced())
         if in_use:
             run(loader, 1, 4)
         loader.load_state_dict(state)
@@ -132,19 +120,6 @@ def test_dropping_leaves_out_the_uses_that_were_left_and_nothing_else() -> None:
         assert set(remaining) == set(range(8)) - set(batches) or not remaining, cut
         if after:
             assert after[0][1:] == (1, cut + 1)
-
-
-def test_storing_is_exact_where_the_loader_augments_at_random() -> None:
-    options = EchoOptions(resume="store", ahead=0)
-    loader = EchoLoader(Noisy(3), Even(4), options=options)
-    batches = iter(loader)
-    first = float(next(batches))
-    state = copy.deepcopy(loader.state_dict())
-    resumed = EchoLoader(Noisy(3), Even(4), options=options)
-    resumed.load_state_dict(state)
-    uses = [float(batch) for batch in resumed]
-    assert uses[:3] == [first] * 3
-    assert [int(use) for use in uses] == [0] * 3 + [1] * 4 + [2] * 4
 
 
 def test_a_state_that_was_loaded_is_the_state_until_the_run_goes_on() -> None:
@@ -187,13 +162,6 @@ def test_a_state_that_does_not_fit_is_refused(change: dict[str, Any], named: str
     loader = EchoLoader(Numbers(3))
     with pytest.raises(errors.ConfigError, match=named):
         loader.load_state_dict({**loader.state_dict(), **change})
-
-
-def test_batches_that_were_not_stored_cannot_be_taken_up() -> None:
-    _, state = run(EchoLoader(Numbers(3), Even(2)), 1, 1)
-    loader = EchoLoader(Numbers(3), Even(2), options=EchoOptions(resume="store"))
-    with pytest.raises(errors.ConfigError, match="holds no batches"):
-        loader.load_state_dict(state)
 
 
 def test_data_that_end_before_the_saved_place_are_named() -> None:

@@ -57,12 +57,11 @@ class Case:
         self.epochs, self.updates = draws.randrange(1, 3), None
         if draws.random() < 0.2:
             self.lengths, self.updates = [10**6] * self.ranks, draws.randrange(4, 12)
-        resume: Any = draws.choice(["refetch", "drop", "store"])
+        resume: Any = draws.choice(["refetch", "drop"])
         self.options = EchoOptions(
             seed=draws.randrange(9),
             ahead=draws.randrange(1, 4),
             resume=resume,
-            steps_per_epoch=draws.choice([None, None, 25]),
         )
 
     def _plan(self) -> Plan:
@@ -255,12 +254,6 @@ def test_where_nothing_has_changed_fresh_batches_are_taken_and_the_plan_goes_on_
     assert used == [*(0, 1), *(2, 3), *(2, 3), *(4, 5), *(4, 5), *(6, 7)]
 
 
-def test_an_epoch_of_agreed_length_ends_sooner_where_no_held_batch_could_change_anything() -> None:
-    options = EchoOptions(steps_per_epoch=9)
-    loader = EchoLoader(range(4), Even(2), options=options)
-    assert list(loader.over(Sized([2] * 5, [0, 1, 2, 3, 3]))) == [0, 1, 0, 1, 2, 3, 2, 3]
-
-
 def use(seed: int, *, knows: bool) -> Seen:
     """Train one rank on an `EchoLoader` whose loader says a length or none; return what every batch met."""
     torch.manual_seed(seed)
@@ -315,7 +308,7 @@ def test_the_end_of_a_loader_that_knows_its_length_costs_the_other_ranks_no_roun
         draws = random.Random(seed)
         length, micro_batches = draws.randrange(3, 12), draws.randrange(1, 5)
         plan = draws.choice([Even(2.0), Even(2.5), Even(3.0), Bernoulli(0.5)])
-        options = EchoOptions(seed=seed, steps_per_epoch=draws.choice([None, None, draws.randrange(3, 9)]))
+        options = EchoOptions(seed=seed)
         program = partial(fed, length=length, micro_batches=micro_batches, plan=plan, options=options)
         first, other = VirtualCluster(2, parse_network("1gbit,5ms")).run(program).values
         assert other == -(-first // micro_batches) * micro_batches, seed

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from stretto.engine.runtime import InlineOnDevice, Runtime, StreamRuntime
+from stretto.engine.on_device import InlineOnDevice, StreamRuntime
+from stretto.engine.runtime import Runtime
 from stretto.groups import SoloGroup
 
 

@@ -22,7 +22,8 @@ from torch.distributed import ProcessGroup, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stretto.engine.runtime import Pending, Runtime, RuntimeOver, choose_runtime
+from stretto.engine.on_device import choose_runtime
+from stretto.engine.runtime import Pending, Runtime, RuntimeOver
 from stretto.groups.collectives import Call
 from stretto.groups.private import private_group
 from stretto.groups.wrapped import WrappedGroup

@@ -101,7 +101,7 @@ def test_rounds_apart_are_counted_until_replicas_meet() -> None:
     agreement.depart()
     agreement.drift()
     assert (agreement.state, agreement.gap) == (Alike.APART, 3)
-    agreement.land(is_whole=False)
+    agreement.land(is_whole=False, states=False)
     assert (agreement.state, agreement.gap, agreement.is_united) == (Alike.APART, 0, False)
     agreement.unite(states=False, is_shown=False)
     assert (agreement.state, agreement.is_united, agreement.is_whole) == (Alike.AHEAD, True, False)

@@ -5,7 +5,6 @@ import functools
 import itertools
 import math
 import random
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.utils.data import DataLoader, Dataset
 
 import stretto
 from stretto import DPU, PAFTSync, WeightPrediction, ZeRO1, checkpoint
@@ -257,29 +255,6 @@ def test_a_batch_asked_for_ahead_is_the_first_of_the_next_pass_over_the_same_ite
                 break
     parallel.finish()
     assert seen == list(range(8))
-
-
-class Numbers(Dataset[float]):
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> float:
-        return float(index)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_an_echo_dataset_gives_every_sample_behind_any_number_of_workers(num_workers: int) -> None:
-    loader = DataLoader(stretto.EchoDataset(Numbers(), 2), batch_size=8, num_workers=num_workers)
-    model = nn.Linear(1, 1)
-    parallel = stretto.DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    seen = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch's, of a length that is wrong
-        for batch in parallel.feed(loader):
-            seen += batch.tolist()
-            parallel.backward(model(batch.float()[:, None]).mean())
-    parallel.finish()
-    assert sorted(seen) == sorted([*range(10)] * 2)
 
 
 def test_a_job_that_has_never_had_a_batch_is_told_and_one_from_a_checkpoint_passes_by(tmp_path: Path) -> None:

@@ -173,6 +173,13 @@ def check(strike: Strike) -> None:
         assert seconds < MARGIN_SECONDS + 1.2 * strike.limit_seconds, (strike, seconds)
 
 
+STRIKES = (
+    *map(drawn, range(12)),
+    *[drawn(20 + seed, how=how, is_nccl_like=True) for how in ("kill", "stop", "silence") for seed in (0, 1)],
+)
+"""Also where no connection closes, each kind at two more moments."""
+
+
 def test_whoever_is_struck_at_any_moment_is_named_by_all_others_in_time() -> None:
     with ThreadPoolExecutor(4) as pool:  # side by side, as all they do is wait
-        list(pool.map(check, map(drawn, range(12))))
+        list(pool.map(check, STRIKES))

@@ -17,7 +17,8 @@ from tests.errors.tiny import tiny_model
 from tests.groups.nccl_like import ASKED, LATE, NcclLikeGroup
 from tests.processes import run_ranks
 
-MICRO_BATCHES = 12
+MICRO_BATCHES = 40
+"""Of 20 updates."""
 LONG = timedelta(seconds=60)
 WIRES = ("fp32", "bf16", "int8")
 
@@ -39,7 +40,7 @@ def trained(rank: int, strategy: st.Strategy, group: dist.ProcessGroup | None, *
     store = dist.group.WORLD.get_group_store()
     for index in range(MICRO_BATCHES):
         if group is not None and index == 4 and rank == 1:
-            store.set(LATE, "")
+            store.set(LATE, "0")
             store.wait([ASKED], LONG)
         parallel.backward(model(torch.randn(2, 4, generator=generator)).square().mean())
     parallel.finish()

@@ -6,16 +6,20 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import stretto as st
+from stretto.checkpoint import save
 from stretto.engine.failures import FailureDetector
 from stretto.engine.round import Progress
+from stretto.engine.watcher import last_sign, store_of
 from stretto.errors import PeerFailed, PeerSilent, WorkerFailed
 from stretto.groups import Link, private_group
+from stretto.groups.collectives import Call
 from stretto.groups.deaths import announce_death
 from stretto_lab.train.launch import LocalRanks
 from stretto_lab.train.workers import RankInfo, joined_group
@@ -147,7 +151,11 @@ def test_a_process_that_is_stopped_for_a_while_is_told_as_late_and_goes_on() -> 
     assert back == "rank 0: rank 1 is back"
 
 
-def host_blocked_by_a_device(rank: int) -> str:
+LOOKS = 2
+"""Of a rank's watcher, after the one that has aborted its group."""
+
+
+def host_blocked_by_a_device(rank: int, folder: Path | None) -> str:
     """Rank 0 waits for a collective where nothing can look around, as for a kernel on a device."""
     store = default_store()
     store.set(f"process/{rank}", str(os.getpid()))
@@ -166,7 +174,13 @@ def host_blocked_by_a_device(rank: int) -> str:
     group = parallel.job.exchange.group
     while not group.is_aborted:
         time.sleep(0.01)
+    signs = store_of(group)
+    last = int(last_sign(signs, 0)) + LOOKS
+    while int(last_sign(signs, 0)) < last:
+        time.sleep(0.01)
     try:
+        if folder is not None:
+            save(parallel, folder)
         parallel.backward(model(torch.ones(2, 4)).square().mean())
     except PeerSilent as error:
         return str(error)
@@ -175,12 +189,52 @@ def host_blocked_by_a_device(rank: int) -> str:
     return "nothing"
 
 
-def test_a_host_that_waits_for_its_device_is_released_where_only_an_abort_ends_a_collective() -> None:
-    told, _ = run_ranks(2, host_blocked_by_a_device)
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_host_that_waits_for_its_device_is_released_where_only_an_abort_ends_a_collective(
+    saves: bool, tmp_path: Path
+) -> None:
+    told, _ = run_ranks(2, host_blocked_by_a_device, tmp_path if saves else None)
     assert (
         "no sign of life for 4 s from ranks [1]; look at what they do, or raise Options(silent_seconds=...)"
         in told
     )
+
+
+class BlockedAtTheStart(NcclLikeGroup):
+    """The last rank stops before its second collective; the other begins its own when its device lets it."""
+
+    def perform(self, call: Call) -> dist.Work:
+        """Count; see the class."""
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == 2 and self.rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        while self.calls == 2 and self.rank() == 0 and not self.is_aborted:
+            time.sleep(0.01)
+        return super().perform(call)
+
+    def private(self) -> "BlockedAtTheStart":
+        """Return another one."""
+        return BlockedAtTheStart()
+
+
+def blocked_at_the_start(rank: int) -> str:
+    store = default_store()
+    store.set(f"process/{rank}", str(os.getpid()))
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        st.DataParallel(model, optimizer, group=BlockedAtTheStart(), options=st.Options(silent_seconds=4.0))
+    except PeerSilent as error:
+        return str(error)
+    finally:
+        if rank == 0:
+            os.kill(int(store.get("process/1")), signal.SIGCONT)
+    return "nothing"
+
+
+def test_so_is_one_that_makes_a_job() -> None:
+    told, _ = run_ranks(2, blocked_at_the_start)
+    assert "no sign of life for 4 s from ranks [1]" in told
 
 
 def test_who_supervises_a_process_tells_its_death() -> None:

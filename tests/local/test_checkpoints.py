@@ -98,6 +98,16 @@ def test_evaluating_and_saving_change_nothing(tmp_path: Path) -> None:
     assert differing(straight, job.train().holds()) == []
 
 
+def test_a_replica_of_before_departures_were_counted_goes_on_to_the_bit() -> None:
+    case = CASES["between averages"]
+    straight = Job(case).train().holds()
+    job = Job(case).train(SAVED_AT)
+    state = copy.deepcopy(job.parallel.job.replica.state_dict())
+    del state["replica"]["outer"]
+    job.parallel.job.replica.load_state_dict(state)
+    assert differing(straight, job.train().holds()) == []
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_replica_comes_back_in_whatever_order_its_buckets_go(name: str) -> None:
     for seed in range(20):

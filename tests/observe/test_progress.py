@@ -1,17 +1,20 @@
 """The live display: plain lines where there is no terminal, a panel where there is."""
 
+import dataclasses
 import io
 import math
+import random
 import re
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from stretto.records import Incident
-from stretto_lab.observe import Header, Progress
-from stretto_lab.observe.progress import CURVE_WIDTH, Curve
+from stretto_lab.observe import Header, Progress, Stages
+from stretto_lab.observe.progress import CURVE_WIDTH, LANDING, Curve
 from tests.observe.updates import update
 
 HEADER = Header(title="acco on 2 workers", updates=10, seconds=None)
@@ -128,6 +131,59 @@ def test_the_panel_leaves_room_for_the_echo_of_ctrl_c() -> None:
     console = Console(file=io.StringIO(), width=90)
     console.print(Progress(HEADER), end="")
     assert {len(line.rstrip()) for line in console.file.getvalue().splitlines()} == {88}
+
+
+@pytest.mark.parametrize("kind", ["run", "stages"])
+def test_a_title_of_any_length_leaves_the_frame_as_wide_as_it_is(kind: str) -> None:
+    draw = random.Random(kind)
+    for _ in range(100):
+        width, title = draw.randint(20, 120), "[x]/y z"[draw.randint(0, 6) :] * draw.randint(1, 40)
+        header = dataclasses.replace(HEADER, title=title)
+        console = Console(file=io.StringIO(), width=width)
+        console.print(Progress(header) if kind == "run" else Stages(title), end="")
+        first, *lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+        assert {len(line) for line in (first, *lines)} == {width - 2}
+        shown = first[3:-3].rstrip("─ ")
+        assert shown.startswith(title[: width - 10].rstrip("─ ")), (title, first)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_panel_of_a_stage_says_what_is_done_and_how_far(seed: int) -> None:
+    draw = random.Random(seed)
+    what = " ".join("x" * draw.randint(1, 9) for _ in range(draw.randint(1, 20)))
+    stages = Stages("plan", is_shown=False)
+    stages.begin(what, draw.randint(0, 5))
+    console = Console(file=io.StringIO(), width=draw.randint(40, 100))
+    console.print(stages, end="")
+    text = console.file.getvalue()
+    assert " ".join(text.replace("│", " ").partition("╮")[2].replace("━", " ").split()).startswith(
+        f"{what}: 0"
+    )
+
+
+def test_a_stop_and_an_update_that_takes_long_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, asked = [100.0], [False]
+    monkeypatch.setattr("stretto_lab.observe.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
+    progress = Progress(HEADER)
+    progress.lands_when(lambda: asked[0])
+
+    def shown() -> str:
+        console = Console(file=io.StringIO(), width=80)
+        console.print(progress)
+        assert {len(line.rstrip()) for line in console.file.getvalue().splitlines()} == {78}
+        return console.file.getvalue()
+
+    now[0] += 12
+    assert "waiting for the first ones, 0:12 so far" in shown()
+    for step in range(1, 4):
+        progress.updated(update(step), training_seconds=2.0 * step)
+    assert "3/10, 0:14 left " in shown()
+    now[0] += 12
+    assert "3/10, 0:14 left, 0:12 since then" in shown()
+    assert LANDING not in shown()
+    asked[0] = True
+    assert LANDING in shown()
+    assert progress._still() == f"{LANDING}: 0:12 since then"
 
 
 def test_a_run_that_waits_for_data_without_echo_does_not_speak_of_echo(

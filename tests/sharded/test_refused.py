@@ -95,15 +95,6 @@ def refused(rank: int) -> dict[str, str]:
             found[name] = "nothing was raised"
         except ConfigError as error:
             found[name] = str(error)
-    model, settings = over()()
-    try:
-        DataParallel(
-            model,
-            torch.optim.Muon([p for p in model.parameters() if p.requires_grad and p.ndim == 2]),
-            **settings,
-        )
-    except ConfigError as error:
-        found["whole tensors"] = str(error)
     return found
 
 
@@ -112,7 +103,6 @@ def test_what_does_not_work_with_shards_is_refused_with_the_way_out() -> None:
     for name, (_, words) in CASES.items():
         for word in words:
             assert word in found[name], (name, found[name])
-    assert "works element by element" in found["whole tensors"]
 
 
 def set_apart(rank: int) -> list[str]:

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import signal
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import stretto as st
+from experiments.numbered import Numbered
 from stretto.errors import LeftOut
 from stretto.groups.collectives import Call
 from stretto.groups.private import private_group
@@ -47,33 +47,6 @@ class Lived:
     """Process that hosts the store, what rank 0 sends it, and after which update."""
 
 
-class Samples:
-    """Numbers in one order without end, dealt to ranks in turn in every update, with a position to go on from."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
-        self.begin, self.taken = 0, 0
-        self.given: list[int] = []
-
-    def __iter__(self) -> Iterator[int]:
-        while True:
-            update, turn = divmod(self.taken, TOTAL.of(self.rank, self.world_size))
-            number = self.begin + update * TOTAL.micro_batches + turn * self.world_size + self.rank
-            self.taken += 1
-            self.given.append(number)
-            yield number
-
-    def state_dict(self) -> dict[str, int]:
-        return {"begin": self.begin, "taken": self.taken, "world_size": self.world_size}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.begin, self.taken = state["begin"], state["taken"]
-
-    def deal(self, states: tuple[dict[str, int], ...]) -> None:
-        """Go on after all that ranks of another number have taken."""
-        self.begin, self.taken = states[0]["begin"] + sum(state["taken"] for state in states), 0
-
-
 def batch_of(number: int) -> tuple[Tensor, Tensor]:
     inputs = torch.randn(SAMPLES, 5, generator=torch.Generator().manual_seed(number))
     return inputs, inputs.sum(1, keepdim=True).sin()
@@ -84,19 +57,27 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.BatchNorm1d(9), nn.Linear(9, 1))
 
 
+class Built:
+    """What a process builds before it gives its name, and keeps from term to term."""
+
+    def __init__(self) -> None:
+        self.model = network()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 7, 0.9)
+
+
 class Job:
     """One rank's, with all that it needs to go on."""
 
-    def __init__(self, lived: Lived, group: dist.ProcessGroup) -> None:
-        self.model = network()
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.samples = Samples(group.rank(), group.size())
+    def __init__(self, lived: Lived, group: dist.ProcessGroup, built: Built) -> None:
+        self.model = built.model
+        self.samples = Numbered(group.rank(), group.size(), TOTAL)
         self.parallel = st.DataParallel(
             self.model,
-            optimizer,
+            built.optimizer,
             lived.strategy,
             micro_batches=TOTAL,
-            scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9),
+            scheduler=built.scheduler,
             wire=lived.wire,
             guards=lived.guards,
             group=group,
@@ -180,13 +161,39 @@ class Told:
     """Samples that all ranks counted, by update."""
 
 
+def check_terms(found: dict[int, tuple[str, list[Told]]]) -> list[list[Told]]:
+    """All that are in a term know the same members and the same state; return what they have told, by term."""
+    by_number: dict[int, dict[int, Told]] = {}
+    for rank, (_, terms) in found.items():
+        for told in terms:
+            by_number.setdefault(told.number, {})[rank] = told
+    for terms in by_number.values():
+        assert len({(told.seats, told.step, told.begin) for told in terms.values()}) == 1, by_number
+        assert terms.keys() <= set(next(iter(terms.values())).seats)
+    return [list(by_number[number].values()) for number in sorted(by_number)]
+
+
+def check_samples(terms: list[list[Told]], strategy: st.Strategy | st.Switching, updates: int) -> None:
+    """Every sample counts once in what was kept: in the last term by numbers, in those before by their count."""
+    counted = {step: samples for told in terms for step, samples in sorted(told[0].counted.items())}
+    last = terms[-1][0]
+    total = sum(counted[step] for step in range(1, updates + 1))
+    given = sorted(number for told in terms[-1] for number in told.given)
+    begin = given[0] if given else last.begin  # as many ranks as before go on within their deal
+    assert begin >= last.begin
+    assert given == list(range(begin, begin + len(given))), given
+    stepping_alone = st.LocalSGD | st.DiLoCo | st.Average  # whose updates count what one rank has stepped on
+    if not isinstance(strategy, stepping_alone):
+        assert total == SAMPLES * (begin + len(given)), counted
+
+
 def live(rank: int, lived: Lived, port: int, folder: str | None) -> tuple[str, list[Told]]:
     """One rank's life; return the digest of its model, and what it has seen."""
-    moments = Moments(lived, rank)
+    moments, built = Moments(lived, rank), Built()
     terms: list[Told] = []
 
     def train(term: Term) -> str:
-        job = Job(lived, Struck(term.group, moments))
+        job = Job(lived, Struck(term.group, moments), built)
         job.restored(restored := term.go_on(job.parallel, loader=job.samples))
         told = Told(term.number, term.seats, 0 if restored is None else restored.step, job.samples.begin)
         told.given = job.samples.given
@@ -218,7 +225,7 @@ def live(rank: int, lived: Lived, port: int, folder: str | None) -> tuple[str, l
 
 def fresh(rank: int, lived: Lived, path: str | None) -> str:
     """The same from a checkpoint, in a process that knows nothing; return the digest of the model."""
-    job = Job(lived, dist.group.WORLD)
+    job = Job(lived, dist.group.WORLD, Built())
     job.restored(None if path is None else st.checkpoint.load(job.parallel, path, loader=job.samples))
     return job.train(lived.updates, lambda _: None)
 

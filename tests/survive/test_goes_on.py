@@ -13,7 +13,7 @@ from stretto.exchange import WIRES
 from stretto.guards.text import GUARDS
 from stretto.strategies import STRATEGIES
 from tests.processes import Outcome, run_ranks
-from tests.survive.lived import SAMPLES, Lived, Told, fresh, lives
+from tests.survive.lived import Lived, Told, check_samples, check_terms, fresh, lives
 
 AT_ONCE = 4
 """Jobs side by side: most of the time all of them wait."""
@@ -69,35 +69,11 @@ def living(outcomes: list[Outcome], lived: Lived) -> dict[int, tuple[str, list[T
     return found
 
 
-def check_terms(found: dict[int, tuple[str, list[Told]]]) -> list[list[Told]]:
-    """All that are in a term know the same members and the same state; return what they have told, by term."""
-    by_number: dict[int, dict[int, Told]] = {}
-    for rank, (_, terms) in found.items():
-        for told in terms:
-            by_number.setdefault(told.number, {})[rank] = told
-    for terms in by_number.values():
-        assert len({(told.seats, told.step, told.begin) for told in terms.values()}) == 1, by_number
-        assert terms.keys() <= set(next(iter(terms.values())).seats)
-    return [list(by_number[number].values()) for number in sorted(by_number)]
-
-
-def check_samples(terms: list[list[Told]], lived: Lived) -> None:
-    """Every sample counts once in what was kept: in the last term by numbers, in those before by their count."""
-    counted = {step: samples for told in terms for step, samples in sorted(told[0].counted.items())}
-    last = terms[-1][0]
-    total = sum(counted[step] for step in range(1, lived.updates + 1))
-    given = sorted(number for told in terms[-1] for number in told.given)
-    assert given == list(range(last.begin, last.begin + len(given))), (lived, given)
-    stepping_alone = st.LocalSGD | st.DiLoCo | st.Average  # whose updates count what one rank has stepped on
-    if not isinstance(lived.strategy, stepping_alone):
-        assert total == SAMPLES * (last.begin + len(given)), (lived, counted)
-
-
 def check(name: str, seed: int, folder: Path) -> None:
     lived = drawn(seed, CASES[name])
     found = living(lives(lived, str(folder)), lived)
     terms = check_terms(found)
-    check_samples(terms, lived)
+    check_samples(terms, lived.strategy, lived.updates)
     last, model = terms[-1][0], next(iter(found.values()))[0]
     paths = [str(path) for path in folder.glob(f"*-step-{last.step}")] if last.step else [None]
     assert run_ranks(len(last.seats), fresh, lived, paths[0]) == [model] * len(last.seats), lived
@@ -135,7 +111,7 @@ def test_a_job_goes_on_whoever_is_killed_in_whichever_collective(part: int) -> N
             return
         terms = check_terms(found := living(outcomes, lived))
         assert found
-        check_samples(terms, lived)
+        check_samples(terms, lived.strategy, lived.updates)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(goes_on, range(6 * part, 6 * part + 6)))

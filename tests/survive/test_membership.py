@@ -22,6 +22,11 @@ from tests.processes import Command
 SILENT_SECONDS = 1.0
 LATE_SECONDS = 3 * SILENT_SECONDS
 BEATS_SECONDS = 0.2
+TERMS = 3
+PATIENCE_SECONDS = 2.5
+"""Without a sign, in a course of several terms: on a busy machine signs are late."""
+COMES_AFTER = {"comes": 0.0, "is late": 1.5 * PATIENCE_SECONDS, "sleeps": 3 * PATIENCE_SECONDS}
+"""Seconds; who sleeps does so for longer than anybody is waited for."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,81 @@ def test_members_agree_on_one_list_of_all_that_live() -> None:
     for members in cases:
         assert set(members.told.values()) == {tuple(members.expected)}, (members.case, members.told)
         assert {*members.told, *members.case.waiting} == set(members.expected), members.case
+
+
+class Course:
+    """Processes of one job through several terms, on a store of their own: each meets what its seed says."""
+
+    def __init__(self, seed: int) -> None:
+        rng = random.Random(seed)
+        self.seed = seed
+        self.ranks = rng.randint(1, 4)
+        self.late = rng.randint(0, 2)
+        self.store = dist.PrefixStore("job", dist.HashStore())
+        self.signs = [dist.PrefixStore(f"signs/{number}", self.store) for number in range(TERMS + 1)]
+        self.seen: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+        """Terms that each process was in, by seat, with their members."""
+        self.fates: dict[tuple[int, int], str] = {}
+        """By seat and term, how a process left it."""
+        self.left_out: set[int] = set()
+
+    def run(self) -> None:
+        """Let all live, those that come after the start too."""
+        on_threads(self._live, range(self.ranks + self.late))
+
+    def fate(self, seat: int, number: int, seats: Sequence[int]) -> str:
+        """What becomes of a member in a term; the first one always comes, so that somebody does."""
+        ends = ["comes", "comes", "comes", "is late", "dies", "sleeps"]
+        drawn = random.Random(f"{self.seed} {seat} {number}").choice(ends)
+        return "comes" if seat == seats[0] else drawn
+
+    def _live(self, seat: int) -> None:
+        member = Membership(self.store, 0, self.ranks, PATIENCE_SECONDS, seat)
+        try:
+            number, seats = member.enter()
+            while seats:
+                self.seen.setdefault(seat, []).append((number, tuple(seats)))
+                fate = self.fates[seat, number] = self.fate(seat, number, seats)
+                if fate == "dies":
+                    return member.died("killed")
+                number, seats = self._next(member, number, seats, fate)
+        except LeftOut:
+            self.left_out.add(seat)
+
+    def _next(
+        self, member: Membership, number: int, seats: Sequence[int], fate: str
+    ) -> tuple[int, Sequence[int]]:
+        comes_at = time.monotonic() + COMES_AFTER[fate]
+        while time.monotonic() < comes_at:
+            if fate == "is late":
+                self.signs[number].set(f"beat/{seats.index(member.seat)}", str(time.monotonic()))
+            time.sleep(BEATS_SECONDS)
+        return member.following(Ended(number, seats, self.signs[number], (), number == TERMS))
+
+
+def test_members_agree_on_one_list_in_every_term_whoever_dies_sleeps_wakes_and_comes() -> None:
+    courses = [Course(seed) for seed in range(16)]
+    on_threads(Course.run, courses)
+    for course in courses:
+        lists: dict[int, set[tuple[int, ...]]] = {}
+        for terms in course.seen.values():
+            for number, seats in terms:
+                lists.setdefault(number, set()).add(seats)
+        assert all(len(found) == 1 for found in lists.values()), (course.seed, lists)
+        assert sorted(lists) == list(range(TERMS + 1)), (course.seed, lists)
+        by_number = {number: next(iter(found)) for number, found in lists.items()}
+        for number in range(TERMS):
+            stay = [seat for seat in by_number[number] if course.fates[seat, number] in ("comes", "is late")]
+            following = by_number[number + 1]
+            assert list(following[: len(stay)]) == stay, (course.seed, str(by_number), str(course.fates))
+            come = set(following) - set(stay)  # once, and none that anybody has given up
+            assert not come & {seat for before in range(number + 1) for seat in by_number[before]}, (
+                course.seed
+            )
+        asleep = {seat for (seat, _), fate in course.fates.items() if fate == "sleeps"}
+        never = set(range(course.ranks + course.late)) - course.seen.keys()
+        assert course.left_out >= asleep - {seat for seat in by_number[TERMS]}, course.seed
+        assert course.left_out <= asleep | never, course.seed
 
 
 def test_a_job_has_ended_once_all_that_live_are_done() -> None:

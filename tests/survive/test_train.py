@@ -1,8 +1,10 @@
 """`stretto train --survive`: a worker dies, and the run goes on to its end."""
 
 import dataclasses
+import itertools
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from stretto_lab.train.configuration import RunConfig
 from stretto_lab.train.launch import LocalRanks, train
 from stretto_lab.train.outcome import prepare_run_folder
 from tests.processes import Command, rank_outcomes, run_ranks
-from tests.survive.lived import LONG, SILENT_SECONDS, Job, Lived
+from tests.survive.lived import LONG, SILENT_SECONDS, Built, Job, Lived
 from tests.train.tiny import Points, Tiny, quadrant_loss
 
 
@@ -51,9 +53,46 @@ class Mortal(Tiny):
         return dataclasses.replace(task, loss=loss)
 
 
-def mortal(**settings: object) -> RunConfig[Mortal]:
+BUILT, CAME_IN = Path("built"), Path("came-in")
+MORE_UPDATES = 20
+PATIENCE_SECONDS = 120.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Awaited(Mortal):
+    """The same, and whoever is started again builds its task only once the others have committed updates without it.
+
+    The loss is reached when it has come in.
+    """
+
+    def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
+        """See `TaskConfig.build`."""
+        with BUILT.open("a") as file:
+            file.write(f"{rank}\n")
+        is_again = rank == self.victim and Path(self.marker).exists()
+        if is_again:
+            self._let_others_train()
+        task = Mortal.build(self, rank, world_size, seed, updates)
+
+        def loss(model: nn.Module, points: Points) -> Loss:
+            if is_again:
+                CAME_IN.touch()
+            return task.loss(model, points)
+
+        return dataclasses.replace(task, loss=loss, evaluate=lambda _: 0.0 if CAME_IN.exists() else 1.0)
+
+    def _let_others_train(self) -> None:
+        ends = time.monotonic() + PATIENCE_SECONDS
+        until = self.n // 2 + MORE_UPDATES
+        while all(record["step"] < until for record in read_json_lines(Path("run/updates.jsonl"))):
+            if time.monotonic() > ends:
+                raise AssertionError("the others wait until this process has built its task")
+            time.sleep(0.01)
+
+
+def mortal(task: type[Mortal] = Mortal, **settings: object) -> RunConfig[Mortal]:
     run = RunConfig(
-        task=Mortal(**settings),
+        task=task(**settings),
         run_dir="run",
         tensorboard=False,
         updates=30,
@@ -90,6 +129,18 @@ def test_a_run_whose_worker_is_killed_goes_on_to_its_end(
     )
 
 
+def test_nobody_waits_for_what_a_new_process_builds_and_nobody_builds_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = dataclasses.replace(mortal(Awaited), updates=None, samples=None, to_loss=0.5)
+    train(LocalRanks(3), run, shows_progress=False)
+    ranks = [len(record["micro_batches"]) for record in read_json_lines(Path("run/updates.jsonl"))]
+    assert [count for count, _ in itertools.groupby(ranks)][-2:] == [2, 3]
+    assert ranks.count(2) >= MORE_UPDATES
+    assert sorted(BUILT.read_text().split()) == ["0", "1", "1", "2"]
+
+
 def test_an_error_that_a_worker_raises_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(WorkerFailed, match=r"worker 1 failed: (.|\n)*ArithmeticError: of the user's"):
@@ -110,9 +161,10 @@ def comes_later(rank: int, port: int) -> list[tuple[int, int, int]]:
     """Ranks 0 to 2 train, 1 is killed, and 3 comes in its place; return terms, ranks and first updates."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=LONG)
     terms: list[tuple[int, int, int]] = []
+    built = Built()
 
     def train_some(term: Term) -> None:
-        job = Job(Lived(strategy=st.ACCO()), term.group)
+        job = Job(Lived(strategy=st.ACCO()), term.group, built)
         job.restored(term.go_on(job.parallel, loader=job.samples))
         first = job.parallel.steps
         terms.append((term.number, term.world_size, first))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.engine.runtime import choose_runtime
+from stretto.engine.on_device import choose_runtime
 from stretto.groups import Link
 from stretto_lab.virtual import Compute, Network, Span, VirtualCluster, VirtualGroup
 from tests.exactness.jobs import STRATEGIES, Case, Observed, same, train

@@ -1,15 +1,25 @@
-"""Replicas that step alone: what a rank has done since the last average, and the average of all replicas.
+"""Replicas that step alone, and whose fragments leave for a mean or an outer step, and land now or some updates later.
 
-What is alone is a worker: a rank, or the ranks of a node, which step alike (`stretto.averaging.worker`).
+What is alone is a worker: a rank, or the ranks of a node, which step alike (`stretto.averaging.worker`). A fragment is
+all of the parameters or a part. Each rank reports at a departure everything that it has contributed since the one
+before, and its share of the weight is its share of the mean.
 
-At an average all ranks take part as if the round had been one of all: each reports everything that it has contributed
-since the last average, and its share of the weight is its share of the mean (`stretto.averaging.mean`).
+Note [One fragment under way]
+    A fragment leaves at the end of one update and lands at the end of the same or of a later one, before the next one
+    leaves. What it carries is copied when it leaves. Where it may travel for longer than an update, it does so on a
+    lane beside the user's thread. There ranks gather the reports of the round in which it left, average the model's
+    buffers and take the outer step. The landing makes all of that known here: so at a landing, and not at a departure,
+    ranks learn of each other. Nobody else uses the group in between: whatever needs it waits until the fragment has
+    arrived (`_arrive`), which changes nothing that the model shows. What does not go through the replica, such as the
+    messages of checkpoints, calls `wait_for_transfers` before.
 
 Note [The end of one rank]
     That its data end is known to a rank alone, and one whose loader has a length knows it earlier than others. So
-    nothing that it does among the others may follow from that: it steps, averages as planned and reports its last
+    nothing that it does among the others may follow from that: it steps, launches as planned and reports its last
     update as if more were to come, because the others may settle or save there. Only then, in a round of its own that
-    holds nothing, it says so, and waits for the others at their next average.
+    holds nothing, it says so, lands what is under way, and waits for the others at their next departure. If none of
+    them has a departure to make, all have come to the end, and all replicas are replaced by their mean. Anchor and
+    velocity stay as they are: should training go on, the next outer step finds the whole way from the anchor.
 """
 
 import dataclasses
@@ -18,29 +28,55 @@ from typing import Any
 
 from torch import Tensor
 
-from stretto.averaging.mean import ReplicaMean, Share
+from stretto.averaging.beside import WithLaneBeside
+from stretto.averaging.mean import ReplicaMean, Whole
+from stretto.averaging.outer import Fragment
+from stretto.averaging.reports import alone, completed, empty_report, news, with_news
+from stretto.averaging.weights import Weights
 from stretto.averaging.worker import WITHOUT_DATA, Worker, WorkersRound
 from stretto.engine.accumulation import Totals
-from stretto.engine.agreed import AgreedReplica, Alike
+from stretto.engine.agreed import AgreedReplica
 from stretto.engine.buffers import Buffer, changes_of
-from stretto.engine.replica import Flight, Performer
+from stretto.engine.on_device import choose_runtime
+from stretto.engine.options import Options
+from stretto.engine.replica import Flight, Performer, flight_of
 from stretto.engine.report import RankReport, RoundReport, Vote
 from stretto.engine.round import Reduction, Round
-from stretto.engine.statistics import Statistics, average_statistics
+from stretto.engine.runtime import Pending
+from stretto.engine.statistics import average_statistics, moved
 from stretto.errors import RanksDisagree, ReplicaNonFinite
 from stretto.exchange import Exchange
 from stretto.flat import Slices
 from stretto.optimizer import ReducedGradient, ShardedOptimizer
-from stretto.strategies.contract import Average, Look, Moment
+from stretto.strategies.contract import Land, Launch, Look, Moment
 
 
 @dataclasses.dataclass(slots=True)
-class _SinceAverage:
-    """What this rank has contributed since replicas were last averaged."""
+class SinceDeparture:
+    """What this rank has contributed since a fragment left last."""
 
     used: bytearray
     """One byte per parameter slot: used since then?"""
     totals: Totals = dataclasses.field(default_factory=Totals)
+
+
+@dataclasses.dataclass(slots=True)
+class Trip:
+    """What one departure has brought."""
+
+    fragment: int
+    has_left: bool
+    """Whether a mean was taken: not where nobody has contributed anything since the fragment left last."""
+    is_end: bool
+    """Whether no rank had a departure to make."""
+    round_index: int
+    """The round in which it left."""
+    report: RoundReport
+    """Of all rounds from the departure before to this one."""
+    snapshot: list[Buffer]
+    """The model's buffers on this rank when it left, with what had landed in that round."""
+    averages: dict[int, Buffer]
+    """Their averages over ranks, by index."""
 
 
 class LocalReplica(AgreedReplica):
@@ -48,19 +84,40 @@ class LocalReplica(AgreedReplica):
 
     Args are those of `AgreedReplica`, and:
         worker: The ranks that step this replica alike.
+        fragments: Into how many the parameters are cut for outer steps; 0 takes none, and all leave for their mean.
     """
 
     def __init__(
-        self, exchange: Exchange, sharded: ShardedOptimizer, *, worker: Worker, **others: Any
+        self,
+        exchange: Exchange,
+        sharded: ShardedOptimizer,
+        *,
+        worker: Worker,
+        fragments: int,
+        options: Options,
+        **others: Any,
     ) -> None:
-        super().__init__(exchange, sharded, steps_alone=True, **others)
+        super().__init__(exchange, sharded, options=options, steps_alone=True, **others)
         exchange.keep_gradients()
         self._worker = worker
         self._mean = ReplicaMean(exchange, sharded)
+        self.has_anchor = fragments > 0
+        self.fragments: Sequence[Fragment | Whole] = [Whole(exchange, self._mean)]
+        self._beside = self.runtime
+        if self.has_anchor:
+            self.fragments = _cut(exchange, sharded, options, fragments)
+            # As good as the last mean: equal on all ranks.
+            self._mean.measure_from(_by_bucket(self.fragments))
+            self._beside = choose_runtime(exchange.group, sharded.masters[0].device, overlaps=True)
+            self.runtime = WithLaneBeside(self.runtime, self._beside)
+        self._under_way: Pending[Trip] | None = None
+        self._arrived: Trip | None = None
+        self._last_left = self._left_at = 0  # which fragment has left last, and in which round
+        self._weights = Weights(exchange.rank, exchange.world_size, len(self.fragments), len(sharded.masters))
         self._own_sums: Slices | None = None
         self._since = self._nothing_yet()
         self._changed = b""
-        """How the model's buffers differed from what ranks had agreed on in that round."""
+        """How the model's buffers differed from what ranks had agreed on in the last round."""
         self._vote = Vote.GO_ON
         """Of this rank, or of a node of shards, in that round."""
         self._known: WorkersRound
@@ -69,12 +126,7 @@ class LocalReplica(AgreedReplica):
     @property
     def performers(self) -> Mapping[type, Performer]:
         """Performers by effect."""
-        return {**super().performers, Look: self._look, Average: self._average}
-
-    @property
-    def name(self) -> str:
-        """Of this rank's own state in a checkpoint."""
-        return self._worker.name if self.within is None else super().name
+        return {**super().performers, Look: self._look, Launch: self._launch, Land: self._land}
 
     def reduce(self, round: Round) -> Reduction:
         """Take the gradients of this rank's worker; nobody else is asked."""
@@ -95,7 +147,7 @@ class LocalReplica(AgreedReplica):
             own = self.within.merge(own, own.places(measured), round.hyperparameters, self.where)
             exchange.take_account(self.within.exchange)
         else:
-            own = own.completed(measured)
+            own = completed(own, measured)
         self._changed, self._vote = own.changed, own.vote
         self._known = known = self._worker.look_at(round, own, self.where)
         report, norm_squared = known.report, known.norm_squared
@@ -105,57 +157,13 @@ class LocalReplica(AgreedReplica):
             gradient.leave_out()
             round.leave_out_buffers()
             own = empty_report(len(gradient.used), own.changed, progress.step)
-            report = RoundReport.alone(own, exchange.rank, exchange.world_size)
+            report = alone(own, exchange.rank, exchange.world_size)
         else:
             exchange.settle()
             self._since.totals.add(own.totals)
             self._since.used = bytearray(a | b for a, b in zip(self._since.used, own.used, strict=True))
         self.agreement.drift()
         return Reduction(gradient, report, {}, skipped, alone=True, met=False)
-
-    def gather_committed(self, flats: list[Tensor], statistics: Statistics) -> list[Buffer]:
-        """Fill `flats` with the mean of all replicas; return the mean of the buffers."""
-        if self.agreement.is_united:
-            return super().gather_committed(flats, statistics)
-        own = statistics.copies
-        report = self._look_around(changes_of(statistics.agreed, own))
-        self._mean.show(self._share(report), flats)
-        means = average_statistics(self.exchange, own, report.changed, report.micro_batches, statistics.first)
-        return [means.get(index, value) for index, value in enumerate(statistics.agreed)]
-
-    def agreed_optimizer(self, changed: bytes) -> ShardedOptimizer:
-        """Return the optimizer, or where replicas differ a copy that holds their mean; all ranks must call."""
-        if self.agreement.is_whole:
-            return self.sharded
-        report = self._look_around(changed)
-        return self._mean.consensus(self._share(report), self._share_of_state(report))
-
-    def begin_again(self) -> None:
-        """Take the present masters, alike on all ranks, for an average."""
-        self._since = self._nothing_yet()
-        self.agreement.unite(states=True)
-        self._mean.begin_again()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's replica where replicas differ; it refers to the job's own tensors."""
-        if self.agreement.is_whole:
-            return {}
-        since = {
-            **dataclasses.asdict(self._since),
-            "used": bytes(self._since.used),
-            "rounds": self.agreement.gap,
-        }
-        return {"replica": {**self._mean.state_dict(), "since": since}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put a replica in the place of this rank's, if the state holds one: other kinds save counts alone."""
-        if "replica" not in state:
-            return
-        self._mean.load_state_dict(state["replica"])
-        since = state["replica"]["since"]
-        self._since = _SinceAverage(bytearray(since["used"]), Totals(**since["totals"]))
-        gap = since["rounds"]
-        self.agreement.resume(Alike.DRIFTING if gap else Alike.UNITED, gap, states=False)
 
     def _own_gradient(self, flats: Sequence[Tensor]) -> Slices:
         """Return this rank's gradients: the buffer itself, where it is as wide as the masters."""
@@ -166,46 +174,142 @@ class LocalReplica(AgreedReplica):
             total.copy_(flat)
         return self._own_sums
 
+    # Performers
+
     def _look(self, _: Look, flight: Flight | None) -> Moment:
-        # A worker whose data have ended averages at once and waits there: only averages let ranks agree on an end.
+        # A worker whose data have ended launches at once and waits there: only departures let ranks agree on an end.
         drains = flight is not None and self._known.is_without_data
-        return Moment(self.progress.round_index, self.agreement.gap, drains)
+        aloft = self.progress.round_index - self._left_at if self._is_under_way else None
+        return Moment(self.progress.round_index, self.agreement.gap, drains, aloft=aloft)
 
-    def _average(self, effect: Average, flight: Flight | None) -> None:
-        """Bring the replicas together; the round ends as if all ranks had taken part in it."""
-        if flight is None:
-            raise TypeError("a strategy must step with AllReduce to average ahead of its gradients")
-        report = self._meet(self._own_report(flight.round))
-        self._check_settings(report, flight.round)
-        statistics = average_statistics(
-            self.exchange, flight.round.statistics, report.changed, report.micro_batches, flight.round.first
+    def _launch(self, effect: Launch, flight: Flight | None) -> bool:
+        """Let a fragment leave; on a rank without data, wait for the others and take over where they are."""
+        flight = flight_of(effect, flight)
+        round = flight.round
+        buffers, changed = self._buffers(flight)
+        own = self._since_departure(
+            dataclasses.replace(
+                round.report(),
+                vote=self._vote,
+                changed=changed,
+                round_index=self.progress.round_index,
+                step=self.progress.step,
+                stepped=self.progress.stepped,
+            )
         )
-        share = report.share(self.exchange.rank)
-        states_are_alike = self.agreement.states_are_alike if share is None else effect.state
-        if share is not None:
-            self._mean.unite(share, flight.round.buffer.flats, state=effect.state)
-        self.begin_again()
-        self.agreement.unite(states=states_are_alike)
+        self._since = self._nothing_yet()
+        self._last_left, self._left_at = effect.fragment, self.progress.round_index
+        self.agreement.depart()
+        self.fragments[effect.fragment].load(effect, round.buffer.flats)
+        self._under_way = self._beside.spawn(lambda: self._travel(effect, own, round, buffers))
+        if self._known.is_without_data:
+            trip = self._arrive()
+            self._left_at = trip.round_index
+            self.progress.wait_until(trip.round_index)
+            if trip.is_end:
+                self._unite(effect, trip, flight)
+                return False
+        return True
+
+    def _land(self, effect: Land, flight: Flight | None) -> None:
+        """Take over what a fragment has brought, and learn of the other ranks."""
+        flight = flight_of(effect, flight)
+        trip, self._arrived = self._arrive(), None
+        fragment = self.fragments[trip.fragment]
+        has_waited = trip.round_index == self.progress.round_index
+        if trip.has_left:
+            fragment.land(effect.mix)
+            self._weights.land(trip.fragment, keeps_own=effect.mix > 0)
         self.sharded.publish(flight.round.buffer.flats)
-        flight.reduction.meet(report.news(flight.reduction.report, self._worker.ranks), statistics)
-        self._catch_up(report)
-
-    def _own_report(self, round: Round) -> RankReport:
-        """Return what this rank reports of its last round at an average."""
-        return dataclasses.replace(
-            round.report(),
-            vote=self._vote,
-            changed=self._changed,
-            round_index=self.progress.round_index,
-            step=self.progress.step,
-            stepped=self.progress.stepped,
+        self.agreement.land(
+            is_whole=not (effect.delay or effect.mix or len(self.fragments) > 1),
+            states=fragment.averages_state if trip.has_left else None,
         )
+        if has_waited:
+            self._catch_up(trip.report)
+        elif not self._known.is_without_data:
+            self.progress.take_step()  # like every step of a rank that does not ask the others
+        self._tell(trip, flight, has_waited=has_waited)
+
+    # What ranks do together, perhaps on the lane beside
+
+    def _travel(self, launch: Launch, own: RankReport, round: Round, buffers: list[Buffer]) -> Trip:
+        fragment = self.fragments[launch.fragment]
+        report = self._gather(fragment.exchange, own)
+        self._check_settings(report, round)
+        averages = average_statistics(
+            fragment.exchange, buffers, report.changed, report.micro_batches, round.first
+        )
+        is_end = all(vote in WITHOUT_DATA for vote in report.votes)
+        share = None if is_end else self._weights.depart(launch.fragment, report)
+        if share is not None:
+            fragment.travel(share, launch)
+        return Trip(
+            fragment=launch.fragment,
+            has_left=share is not None,
+            is_end=is_end,
+            round_index=int(report.records["round_index"].max()),
+            report=report,
+            snapshot=buffers,
+            averages=averages,
+        )
+
+    def _gather(self, exchange: Exchange, own: RankReport) -> RoundReport:
+        """Gather reports of all rounds since the last departure.
+
+        Raises:
+            RanksDisagree: Ranks launch in different rounds, so their coins fall differently.
+        """
+        records = exchange.gather_bytes(RoundReport.pack(own))
+        report = RoundReport.unpack(records, len(own.used), len(own.changed))
+        rounds = report.records["round_index"].tolist()
+        is_without_data = [vote in WITHOUT_DATA for vote in report.votes]
+        planned = {index for index, ended in zip(rounds, is_without_data, strict=True) if not ended}
+        # A rank without data comes early and waits; one that comes late has passed an average by.
+        if len(planned) > 1 or (planned and max(rounds) > max(planned)):
+            found = ", ".join(map(_whereabouts, range(len(rounds)), rounds, is_without_data))
+            raise RanksDisagree(
+                f"rank {self.rank}, after step {own.step}: expected all ranks to average, or to settle or save, in the "
+                f"same round, found that {found}: a rate that is a function must give the same on all ranks and depend "
+                "on nothing but the round's index; settle and save at updates to which all ranks come: up to the "
+                "last one of the rank with the least data, and those with gap 0"
+            )
+        return report
 
     def _check_settings(self, report: RoundReport, round: Round) -> None:
         rounds = report.records["round_index"]
         # A rank that came early has a schedule that is yet to be turned.
         if (rounds == rounds.max()).all() and not report.settings_agree:
             self.refuse_settings(round)
+
+    # What ranks know of each other
+
+    @property
+    def _is_under_way(self) -> bool:
+        """Whether a fragment has left that has not landed."""
+        return self._under_way is not None or self._arrived is not None
+
+    def _arrive(self) -> Trip:
+        """Wait for the fragment that is under way, if one is, and return what the last one has brought."""
+        if self._under_way is not None:
+            pending, self._under_way = self._under_way, None
+            self._arrived = pending.result()
+            for fragment in self.fragments:
+                if fragment.exchange is not self.exchange:
+                    self.exchange.take_account(fragment.exchange)
+        return self._arrived  # type: ignore[return-value]  # who looks at it knows that there is one
+
+    def _unite(self, launch: Launch, trip: Trip, flight: Flight) -> None:
+        """Replace all replicas by their mean."""
+        share = self._weights.share(trip.report)
+        if share is not None:
+            self._mean.unite(share, flight.round.buffer.flats, state=launch.state)
+        self._arrived = None
+        self._weights.unite(trip.report)
+        self.agreement.unite(states=None if share is None else launch.state)
+        self.sharded.publish(flight.round.buffer.flats)
+        self._catch_up(trip.report)
+        self._tell(trip, flight, has_waited=True)
 
     def _catch_up(self, report: RoundReport) -> None:
         """Take over where the others are, on a rank that came early."""
@@ -221,76 +325,55 @@ class LocalReplica(AgreedReplica):
             stepped=has_stepped or (report.weight > 0 and not is_over),
         )
 
-    def _meet(self, own: RankReport) -> RoundReport:
-        """Gather the reports of an average.
+    def _tell(self, trip: Trip, flight: Flight, *, has_waited: bool) -> None:
+        """Let the round end with what a departure, of this round or of an earlier one, has made known."""
+        reduction, ranks = flight.reduction, self._worker.ranks
+        earlier, was_met = reduction.report, reduction.met
+        report = news(trip.report, earlier, ranks)
+        reduction.meet(
+            with_news(earlier, report, ranks) if was_met else report,
+            {**reduction.statistics, **trip.averages},
+        )
+        # The model holds this round's buffers, or where the round is left out, what ranks agreed on before it.
+        taken = flight.round.statistics if has_waited or reduction.skipped else trip.snapshot
+        flight.take_snapshot({index: taken[index] for index in trip.averages})
 
-        Args:
-            own: What this rank reports of its last round; the totals since the last average take the place of that
-                round's.
-
-        Raises:
-            RanksDisagree: Ranks average in different rounds, so their coins fall differently.
-        """
-        own = self._since_average(own)
-        records = self.exchange.gather_bytes(RoundReport.pack(own))
-        report = RoundReport.unpack(records, len(own.used), len(own.changed))
-        self._check_rounds(report, [vote not in WITHOUT_DATA for vote in report.votes], own.step)
-        return report
-
-    def _since_average(self, own: RankReport) -> RankReport:
-        """Return a report of all rounds since the last average."""
+    def _since_departure(self, own: RankReport) -> RankReport:
+        """Return a report of all rounds since the last departure."""
         return dataclasses.replace(own, totals=self._since.totals, used=bytes(self._since.used))
 
-    def _check_rounds(self, report: RoundReport, is_due: Sequence[bool], step: int) -> None:
-        """Check that all ranks that average as planned do so in the same round."""
-        rounds = report.records["round_index"].tolist()
-        planned = {index for index, due in zip(rounds, is_due, strict=True) if due}
-        # A rank without data comes early and waits; one that comes late has passed an average by.
-        if len(planned) > 1 or (planned and max(rounds) > max(planned)):
-            is_without_data = [vote in WITHOUT_DATA for vote in report.votes]
-            found = ", ".join(map(_whereabouts, range(len(rounds)), rounds, is_without_data))
-            raise RanksDisagree(
-                f"rank {self.rank}, after step {step}: expected all ranks to average, or to settle or save, in the "
-                f"same round, found that {found}: a rate that is a function must give the same on all ranks and depend "
-                "on nothing but the round's index; settle and save at updates to which all ranks come: up to the "
-                "last one of the rank with the least data, and those with gap 0"
-            )
+    def _nothing_yet(self) -> SinceDeparture:
+        return SinceDeparture(bytearray(len(self.sharded.layout.slots)))
 
-    def _share(self, report: RoundReport) -> Share | None:
-        """Return this rank's share of the mean of all replicas; None where they are equal."""
-        return report.share(self.exchange.rank)
+    def _buffers(self, flight: Flight) -> tuple[list[Buffer], bytes]:
+        """Return the model's buffers with what has landed in this round, and a byte each: changed since they met?"""
+        round, averages = flight.round, flight.reduction.statistics
+        landed = moved(round.statistics, flight.snapshot, averages, round.first)
+        buffers: list[Buffer] = [landed.get(index, value) for index, value in enumerate(round.statistics)]
+        if not averages and not flight.reduction.skipped:
+            return buffers, self._changed
+        return buffers, changes_of([averages.get(i, value) for i, value in enumerate(round.agreed)], buffers)
 
-    def _share_of_state(self, report: RoundReport) -> Share:
-        """Return this rank's share of the mean optimizer state, which may differ where the replicas are equal."""
-        share = report.share(self.exchange.rank)
-        return 1 / self.exchange.world_size if share is None else share
 
-    def _look_around(self, changed: bytes) -> RoundReport:
-        """Gather the reports of an average that leaves no trace; all ranks must call."""
-        progress = self.progress
-        # Below zero: it must not be taken for the average of a rank that is somewhere else.
-        own = empty_report(len(self.sharded.layout.slots), changed, progress.step)
-        return self._meet(dataclasses.replace(own, round_index=~progress.round_index))
+def _cut(exchange: Exchange, sharded: ShardedOptimizer, options: Options, fragments: int) -> list[Fragment]:
+    buckets = range(len(sharded.masters))
+    return [
+        Fragment(exchange, sharded, buckets[first::fragments], options.wire_of_changes)
+        for first in range(fragments)
+    ]
 
-    def _nothing_yet(self) -> _SinceAverage:
-        return _SinceAverage(bytearray(len(self.sharded.layout.slots)))
+
+def _by_bucket(fragments: Sequence[Fragment]) -> list[Tensor]:
+    """Return the anchors of all fragments in the order of buckets."""
+    found = {
+        member: anchor
+        for fragment in fragments
+        for member, anchor in zip(fragment.members, fragment.anchor_by_bucket, strict=True)
+    }
+    return [found[index] for index in range(len(found))]
 
 
 def _whereabouts(rank: int, index: int, is_without_data: bool) -> str:
     if index < 0:
         return f"rank {rank} settles or saves after round {~index}"
     return f"rank {rank}{', which has no more data,' if is_without_data else ''} averages in round {index}"
-
-
-def empty_report(num_slots: int, changed: bytes, step: int) -> RankReport:
-    """Return the report of a rank that contributes nothing."""
-    return RankReport(
-        totals=Totals(),
-        gradient_is_finite=True,
-        norm_squared=0.0,
-        vote=Vote.GO_ON,
-        settings=0,
-        used=bytes(num_slots),
-        changed=changed,
-        step=step,
-    )

@@ -21,6 +21,7 @@ from stretto.engine.accumulation import GradientBuffer
 from stretto.exchange import FP32, Exchange, PlainWire
 from stretto.flat import Layout, Slices
 from stretto.optimizer import ShardedOptimizer, StateKinds, adopt_states, average_states, piece_states
+from stretto.strategies.contract import Launch
 
 Share: TypeAlias = float | Sequence[float]
 """This rank's part of the weight; where it differs between buckets, one number for each."""
@@ -37,6 +38,7 @@ class ReplicaMean:
     def __init__(self, exchange: Exchange, sharded: ShardedOptimizer) -> None:
         self.last: list[Tensor] | None = None
         """The last mean, one tensor per bucket, equal on all ranks; None where the wire is as wide as the masters."""
+        self._is_own = True  # the last mean, and not an anchor
         self._exchange = exchange
         self._sharded = sharded
         self._layout: Layout = sharded.layout
@@ -47,7 +49,7 @@ class ReplicaMean:
     def measure_from(self, anchor: list[Tensor]) -> None:
         """Use `anchor`, equal on all ranks, for the last mean; it saves the memory of one."""
         if self.last is not None:
-            self.last = anchor
+            self.last, self._is_own = anchor, False
 
     def begin_again(self) -> None:
         """Take the present masters, alike on all ranks, for the last mean."""
@@ -65,6 +67,8 @@ class ReplicaMean:
         self._average_masters(self._sharded.masters, share, flats)
         if state:
             self._average_state(self._sharded, share)
+        if self._is_own:
+            self.begin_again()
 
     def show(self, share: Share | None, flats: Sequence[Tensor]) -> None:
         """Fill `flats` with the mean of all replicas, which stay as they are; a share of None has them equal."""
@@ -144,6 +148,49 @@ class ReplicaMean:
         flat = self._layout.sets[self._layout.buckets[index].set_index]
         sent = self._exchange.wire.values.of(flat.accumulation_dtype).dtype
         return sent.itemsize < self._sharded.masters[index].dtype.itemsize
+
+
+class Whole:
+    """All parameters as one fragment, which leaves and lands as the mean of all replicas, without an anchor.
+
+    Args:
+        exchange: Of the job.
+        mean: Of the job's replicas.
+    """
+
+    def __init__(self, exchange: Exchange, mean: ReplicaMean) -> None:
+        self.exchange = exchange
+        self._mean = mean
+        self.averages_state = False
+        """Whether the optimizer's state was averaged too, when it left last."""
+        self._scratch: Sequence[Tensor] = ()
+
+    def load(self, launch: Launch, flats: Sequence[Tensor]) -> None:
+        """Use `flats` on the way; nothing is copied, because it lands in the same update."""
+        self._scratch, self.averages_state = flats, launch.state
+
+    def travel(self, share: float, launch: Launch) -> None:
+        """Replace this rank's replica by the mean of all; all ranks must call.
+
+        Args:
+            share: This rank's part of the weight.
+            launch: Says whether to average the optimizer's state too.
+        """
+        self._mean.unite(share, self._scratch, state=launch.state)
+
+    def land(self, mix: float) -> None:
+        """Do nothing: the replica is the mean already."""
+
+    def begin_again(self) -> None:
+        """Take the present masters, alike on all ranks, for the last mean."""
+        self._mean.begin_again()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the mean's state is the replica's."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load nothing."""
 
 
 def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

@@ -64,6 +64,9 @@ class Fragment:
         self.lost = self._new_shares() if isinstance(changed, PackedWire) else []
         """Likewise: what is still to be added to the anchor."""
         self._changed = changed.for_averages
+        self._formats = [self._changed.values.of(flat.dtype) for flat in self._layout.sets]
+        self._runs = list(self._batches())
+        """Members that travel alike, and whether they travel narrow, as many at a time as take little memory."""
         self._trips = 0
         """Since the job began."""
         self.begin_again()
@@ -88,25 +91,34 @@ class Fragment:
         if self.exchange.feedback is not None:
             self.exchange.feedback.load_state_dicts([])
 
-    def load(self, *, keeps_progress: bool) -> None:
-        """Copy what is about to leave: the masters go on changing."""
-        if keeps_progress:
+    averages_state = False
+    """An outer step is one of the parameters alone."""
+
+    def load(self, launch: Launch, flats: Sequence[Tensor]) -> None:
+        """Copy what is about to leave: the masters go on changing, and so does what `flats` hold."""
+        if launch.keeps_progress:
             self._left = [master.clone() for master in self._masters]
         self._carried = self._new()
         carried = self._views(self._carried)
         if self.members:
             torch._foreach_copy_(carried, self._masters)
-        if narrow := [index for index in range(len(carried)) if self._is_narrow(index)]:
-            anchors = self.anchor_by_bucket
-            torch._foreach_sub_([carried[index] for index in narrow], [anchors[index] for index in narrow])
+        anchors = self.anchor_by_bucket
+        for is_narrow, members in self._runs:
+            if is_narrow:
+                torch._foreach_sub_(
+                    [carried[index] for index in members], [anchors[index] for index in members]
+                )
 
-    def travel(self, share: float, step: Launch) -> None:
+    def travel(self, share: float, launch: Launch) -> None:
         """Take the outer step with what was loaded; all ranks must call, in the same order.
 
         Args:
             share: This rank's part of the weight.
-            step: Its learning rate and momentum.
+            launch: Has learning rate and momentum.
         """
+        step = launch.outer
+        if step is None:
+            raise TypeError("a fragment leaves for an outer step: expected Launch(outer=OuterStep(...))")
         self.exchange.begin_round(self._trips)
         self._trips += 1
         feedback = self.exchange.feedback
@@ -121,7 +133,7 @@ class Fragment:
         carried = self._views(self._carried)
         own = [self._own(view) for view in carried]
         anchors = [self._own(view) for view in self.anchor_by_bucket]
-        for is_narrow, members in self._batches():
+        for is_narrow, members in self._runs:
             totals, outgoing, velocity, before = (
                 [tensors[index] for index in members] for tensors in (sums, own, self.velocity, anchors)
             )
@@ -193,14 +205,13 @@ class Fragment:
 
             self.exchange.gather_changes(self._changed, change, add)
             return
-        formats = [self._changed.values.of(flat.dtype) for flat in self._layout.sets]
-        self.exchange.all_gather(self._carried, formats)
-        for is_narrow, members in self._batches():
+        self.exchange.all_gather(self._carried, self._formats)
+        for is_narrow, members in self._runs:
             before, arrived = [anchors[index] for index in members], [carried[index] for index in members]
             (torch._foreach_add_ if is_narrow else torch._foreach_copy_)(before, arrived)
 
     def _batches(self) -> Iterator[tuple[bool, list[int]]]:
-        """Yield members that travel alike, as many at a time as take little memory for what is computed with them."""
+        """Yield whether some members travel narrow, and these, a few at a time for what is computed with them."""
         for is_narrow, run in groupby(range(len(self._masters)), key=self._is_narrow):
             batch: list[int] = []
             size = 0
@@ -234,7 +245,9 @@ class Fragment:
         return [torch.zeros(flat.numel, dtype=flat.dtype, device=flat.device) for flat in self._layout.sets]
 
     def _views(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        return [flats[bucket.set_index][bucket.start : bucket.stop] for bucket in self._layout.buckets]
+        return [
+            flats[bucket.set_index].narrow(0, bucket.start, bucket.numel) for bucket in self._layout.buckets
+        ]
 
 
 def _layout_of(sharded: ShardedOptimizer, members: Sequence[int]) -> Layout:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from stretto.averaging.reports import alone, among
 from stretto.engine.agreement import agree
 from stretto.engine.failures import BACKEND_MARGIN_SECONDS, FailureDetector
 from stretto.engine.options import Options
@@ -72,7 +73,7 @@ class Worker:
             own: Its report.
             where: Rank and step, for messages.
         """
-        report = RoundReport.alone(own, self.exchange.rank, self.exchange.world_size)
+        report = alone(own, self.exchange.rank, self.exchange.world_size)
         return WorkersRound(report, own.norm_squared, is_without_data=own.vote in WITHOUT_DATA)
 
 
@@ -113,7 +114,7 @@ class Node(Worker):
             texts = {"optimizer settings": settings_text(round.hyperparameters)}
             agree(inside, texts, where, first=self.ranks[0], kind=WorkerDisagrees)
         return WorkersRound(
-            report.among(self.ranks[0], self.exchange.world_size),
+            among(report, self.ranks[0], self.exchange.world_size),
             report.norm_squared(replicated=True),
             is_without_data=all(vote in WITHOUT_DATA for vote in report.votes),
         )

@@ -16,8 +16,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from stretto.checkpoint.ranks import Ranks
+from stretto.engine.on_device import choose_runtime
 from stretto.engine.round import Listener
-from stretto.engine.runtime import choose_runtime
 from stretto.errors import CheckpointError
 from stretto.parallel import DataParallel
 from stretto.records import Incident

@@ -71,9 +71,13 @@ class Ranks:
         try:
             job.replica.wait_for_transfers()
             records = job.everyone.gather_records(record)
-        except CommunicationError as error:
-            job.compute.lifetime.fail(error)
-            raise
+        except Exception as error:
+            cause = job.compute.lifetime.cause_of(error)
+            if isinstance(cause, CommunicationError):
+                job.compute.lifetime.fail(cause)
+            if cause is error:
+                raise
+            raise cause from error
         found = []
         for rank, content in enumerate(records):
             try:

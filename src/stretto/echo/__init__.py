@@ -2,28 +2,24 @@
 
 To read it in one sitting: `plans` (which batches are used), `buffer` (held batches), `reader` (reading ahead), `state`
 (options, saved states), `updates` (what batches are taken for), `loader` (all five together). Then `draws` (random
-draws that race), `measured` (is an echo worth it), `statistics` (what an update reports of its input) and `dataset`
-(echo of samples, inside workers).
+draws that race), `measured` (is an echo worth it) and `statistics` (what an update reports of its input).
 """
 
-from stretto.echo.dataset import EchoDataset
 from stretto.echo.loader import EchoLoader
 from stretto.echo.measured import Auto, Diagnosis, diagnose
 from stretto.echo.plans import Bernoulli, Even, Plan, Ready, Selector, StepRecord
 from stretto.echo.state import EchoOptions
-from stretto.schedules import Cosine, Linear, MultiStep, Schedule
+from stretto.schedules import Cosine, Linear, Schedule
 
 __all__ = [
     "Auto",
     "Bernoulli",
     "Cosine",
     "Diagnosis",
-    "EchoDataset",
     "EchoLoader",
     "EchoOptions",
     "Even",
     "Linear",
-    "MultiStep",
     "Plan",
     "Ready",
     "Schedule",

@@ -37,12 +37,6 @@ class HeldBatch:
     """State of the bare loader before the batch was fetched; None for a loader without a state."""
     writes: tuple[tuple[str, Tensor, int], ...] = ()
     """For each of its tensors: the path to it, the tensor, and its count of in-place writes when it arrived."""
-    change: str = ""
-    """What was written into it before it was saved in a state; empty if nothing."""
-
-    def remember_change(self, change: str) -> None:
-        """Take over what had been written into it when a state was saved."""
-        self.change = change
 
     def can_be_used(self, update: int, parameters: int | None) -> bool:
         """Return whether its gradient would be another one than before, in `update` and at these parameters."""
@@ -50,16 +44,11 @@ class HeldBatch:
 
 
 class EchoBuffer:
-    """Keeps the last fresh batches.
+    """Keeps the last fresh batches."""
 
-    Args:
-        copies_tensors: Whether every use gets copies of the tensors, not only new containers.
-    """
-
-    def __init__(self, *, copies_tensors: bool) -> None:
+    def __init__(self) -> None:
         self.held: list[HeldBatch] = []
         """The batches, oldest first."""
-        self._copies_tensors = copies_tensors
 
     def add(self, batch: Any, size: int, **fields: Any) -> HeldBatch:
         """Keep `batch`, and drop the oldest ones if there are more than `size`; the rest are `HeldBatch`'s fields."""
@@ -103,14 +92,13 @@ class EchoBuffer:
         """
         if held.uses and (change := change_of(held)):
             raise BatchChanged(
-                f"step {step}: {change} before its next use: expected an unchanged batch; write into a copy, or set "
-                "EchoOptions(copy='tensors')"
+                f"step {step}: {change} before its next use: expected an unchanged batch; write into a copy"
             )
         held.uses += 1
         held.update = update
         if parameters is not None:
             held.used_at = (*held.used_at, parameters)
-        return rebuilt(held.batch, copied if self._copies_tensors else _alias)
+        return rebuilt(held.batch, _alias)
 
 
 def rebuilt(batch: Any, replace: Callable[[Tensor], Tensor]) -> Any:
@@ -167,4 +155,4 @@ def change_of(held: HeldBatch) -> str:
                 f"{path} of shape {tuple(tensor.shape)} in fresh batch {held.number} was written in place "
                 f"{now - before} times"
             )
-    return held.change
+    return ""

@@ -19,9 +19,9 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from stretto.echo.buffer import EchoBuffer, HeldBatch, change_of, copied, rebuilt
+from stretto.echo.buffer import EchoBuffer, HeldBatch, copied, rebuilt
 from stretto.echo.draws import DrawWatch
-from stretto.echo.plans import Plan, Ready, StepRecord, check_plan, epoch_length, least_used
+from stretto.echo.plans import Plan, Ready, StepRecord, check_plan, epoch_length
 from stretto.echo.reader import CLOSED, Fetched, Reader, open_reader
 from stretto.echo.state import (
     VERSION,
@@ -77,10 +77,9 @@ class EchoLoader(Generic[Batch]):
             loader: This rank's training batches: any iterable. Not those of a validation, which must count once.
             plan: When to echo; None is `Ready()`, which never echoes a loader that is fast enough.
             place: Called once with every fresh batch, before it is held. A copy to the device belongs here, so that
-                echoes cost no transfer. It must give every batch tensors of its own. Under `resume="store"` it is
-                called again with a batch that it has placed.
+                echoes cost no transfer. It must give every batch tensors of its own.
             transform: Called at every use, with the held batch. Random augmentation belongs here, so that every use
-                has its own. It must not write into its argument, unless `EchoOptions(copy="tensors")` is set.
+                has its own. It must not write into its argument.
             options: The other options; None for the defaults.
 
         Raises:
@@ -108,7 +107,7 @@ class EchoLoader(Generic[Batch]):
         self._position = Position()
         self._selector = self.plan.selector(self.options.seed)
         self._selector_at_epoch = self._selector.state_dict()
-        self._buffer = EchoBuffer(copies_tensors=self.options.copy == "tensors")
+        self._buffer = EchoBuffer()
         self._micro_batches: int | None = self.options.micro_batches or 1
         """Of every update of the newest pass; None where they have different numbers."""
         self._reader: Reader | None = None
@@ -159,14 +158,11 @@ class EchoLoader(Generic[Batch]):
 
         Raises:
             TypeError: The plan depends on time, the updates have unequal numbers of micro-batches, or the loader has
-                no length; and `steps_per_epoch` is not set.
+                no length.
         """
-        if self.options.steps_per_epoch is not None:
-            return self.options.steps_per_epoch
         if not self.plan.is_predictable or self._micro_batches is None:
             raise TypeError(
-                f"the length of an epoch under {type(self.plan).__name__} is not known beforehand: set "
-                "EchoOptions(steps_per_epoch=...)"
+                f"the length of an epoch under {type(self.plan).__name__} is not known beforehand"
             )
         position, selector = self._position, self.plan.selector(self.options.seed)
         begun, loader = position.in_epoch, cast(Any, self.loader)
@@ -221,13 +217,10 @@ class EchoLoader(Generic[Batch]):
         Args:
             ends_update: Whether the batch that was given last is the last one of its update.
         """
-        position, limit = self._position, self.options.steps_per_epoch
-        if limit is not None:
-            return position.step - position.epoch_step < limit
         if self._reader is None or not self._ask(self._reader).has_ended:
             return self._reader is not None
         # Within an update it is early enough to learn of the end with the next batch.
-        return not ends_update or self._repeats(position.update + 1, self._buffer.held, self._reader)
+        return not ends_update or self._repeats(self._position.update + 1, self._buffer.held, self._reader)
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch(epoch)` of the loader, its samplers and its dataset, once on each that has it."""
@@ -252,7 +245,7 @@ class EchoLoader(Generic[Batch]):
         if self._loaded_state is not None:
             loaded: dict[str, Any] = rebuilt(self._loaded_state, copied)
             return loaded
-        held, stores = self._buffer.held, self.options.resume == "store"
+        held = self._buffer.held
         has_begun = self._position.in_epoch or self._position.step > 0
         after = self._state_after if has_begun else state_of(self.loader)
         return {
@@ -265,8 +258,6 @@ class EchoLoader(Generic[Batch]):
             "held": [{"uses": one.uses, "update": one.update, "used_at": list(one.used_at)} for one in held],
             "before": held[0].state_before if held else after,
             "after": after,
-            "changes": [change_of(one) for one in held],
-            "batches": rebuilt([one.batch for one in held], copied) if stores else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -294,15 +285,9 @@ class EchoLoader(Generic[Batch]):
             self._state_after = self._refetch(reader).state
         first = self._position.fresh - len(resumption.held)
         for index, fields in enumerate(resumption.held):
-            if resumption.batches is None:
-                fetched = self._refetch(reader)
-                batch, state_after = fetched.batch, fetched.state
-            else:
-                batch, state_after = resumption.batches[index], self._state_after
+            fetched = self._refetch(reader)
             fields = {**fields, "number": first + index, "used_at": tuple(fields["used_at"])}
-            held = self._hold(batch, state_after, len(resumption.held), **fields)
-            if resumption.batches is not None:
-                held.remember_change(resumption.changes[index])
+            self._hold(fetched.batch, fetched.state, len(resumption.held), **fields)
 
     def _refetch(self, reader: Reader) -> Fetched:
         fetched = self._draws.take(reader)
@@ -314,28 +299,25 @@ class EchoLoader(Generic[Batch]):
         return fetched
 
     def _epoch(self, reader: Reader, updates: Updates) -> Iterator[Batch]:
-        """Hand out batches until the data end, or the steps of an epoch are done."""
-        position, buffer, limit = self._position, self._buffer, self.options.steps_per_epoch
+        """Hand out batches until the data end."""
+        position, buffer = self._position, self._buffer
         handed_out = math.nan
-        while limit is None or position.step - position.epoch_step < limit:
+        while True:
             if self._selector.is_measuring and torch.cuda.is_initialized():
                 torch.cuda.synchronize()
             use_seconds, load_seconds = reader.now() - handed_out, math.nan
             if updates.begins(position.slot) or position.slot == 0:
                 position.begin_update()
-            parameters = updates.parameters() if self.plan.echoes or limit is not None else None
+            parameters = updates.parameters() if self.plan.echoes else None
             usable = [one for one in buffer.held if one.can_be_used(position.update, parameters)]
             selected = self._select(usable, reader)
             if selected is None:
                 fetched = self._fetch(reader)
-                if not fetched.has_ended:
-                    load_seconds = fetched.seconds
-                    room = buffer.room(position, self.plan.pool)
-                    selected = self._hold(fetched.batch, fetched.state, room, number=position.fresh)
-                elif limit is not None and usable:
-                    selected = least_used(usable)
-                else:
+                if fetched.has_ended:
                     break
+                load_seconds = fetched.seconds
+                room = buffer.room(position, self.plan.pool)
+                selected = self._hold(fetched.batch, fetched.state, room, number=position.fresh)
             batch = self._use(selected, parameters, load_seconds, use_seconds)
             handed_out = reader.now()
             yield batch

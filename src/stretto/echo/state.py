@@ -7,7 +7,6 @@ A saved state (`EchoLoader.state_dict`) is a mapping:
     selector, selector_at_epoch      what the plan remembers, now and at the beginning of the epoch
     held                             of each held batch, oldest first: uses, last update, and the parameters it has met
     before, after                    states of the bare loader before the oldest held batch, and after the newest
-    batches, changes                 the held batches themselves, under `resume="store"`, and what was written into them
 """
 
 import copy
@@ -22,8 +21,7 @@ from stretto.fields import check_at_least, check_fields
 VERSION = 3
 """Of the format above."""
 
-Copy = Literal["containers", "tensors"]
-Resume = Literal["refetch", "drop", "store"]
+Resume = Literal["refetch", "drop"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,20 +39,13 @@ class EchoOptions:
     times as slow as a step would wait at every second update. With 0 batches are read on the caller's thread, as the
     bare loader does. Choose it for loaders without workers that draw random numbers, which a warning names: they share
     the process's generators with the model, and a thread would change the order of the draws from run to run."""
-    copy: Copy = "containers"
-    """What is new at every use. "containers" shares the tensors: it costs microseconds, and a loop may take keys out of
-    its batch. "tensors" is for loops that write into their tensors. What is not a tensor is new in either case."""
-    steps_per_epoch: int | None = None
-    """Number of batches after which an epoch ends, the same on every rank. Where the data end sooner, held batches
-    are used again, as long as the parameters change. None: an epoch ends with the data."""
     resume: Resume = "refetch"
-    """What happens to held batches when a state is loaded. "refetch" reads them again, "drop" leaves them out with the
-    uses that were left, "store" keeps the batches in the state: exact even for loaders that augment at random, and
-    large."""
+    """What happens to held batches when a state is loaded. "refetch" reads them again, which is exact unless the loader
+    augments at random; "drop" leaves them out with the uses that were left."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_at_least(self, ahead=0, micro_batches=1, steps_per_epoch=1)
+        check_at_least(self, ahead=0, micro_batches=1)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -129,10 +120,6 @@ class Resumption:
     """Number of fresh batches to read and throw away."""
     held: Sequence[dict[str, Any]]
     """Uses so far of the batches to hold again, oldest first: fields of `HeldBatch`."""
-    batches: Sequence[Any] | None
-    """Those batches themselves; None if they are read again."""
-    changes: Sequence[str]
-    """What was written into each of them."""
     state: Any
     """State of the bare loader at this place, where it has one."""
 
@@ -154,43 +141,33 @@ def restore_loader(loader: Any, state: dict[str, Any], resume: Resume) -> Resump
 
     Warns:
         RuntimeWarning: The loader has no `load_state_dict`; batches have to be read and thrown away.
-
-    Raises:
-        ConfigError: Batches are to be taken from the state, and it holds none.
     """
     position = Position(**state["position"])
     held: Sequence[dict[str, Any]] = () if resume == "drop" else state["held"]
-    batches = state["batches"] if resume == "store" and held else None
-    if resume == "store" and held and batches is None:
-        raise ConfigError(
-            "EchoOptions(resume='store'): the state holds no batches, it was saved without 'store'"
-        )
-    changes = state.get("changes") or [""] * len(held)
-    refetches = bool(held) and batches is None
-    loader_state = state["before"] if refetches else state["after"]
+    loader_state = state["before"] if held else state["after"]
     if loader_state is not None and hasattr(loader, "load_state_dict"):
         loader.load_state_dict(loader_state)
         if _begins_where_loaded(loader):
             loader.set_epoch(
                 loader_state["epoch"]
             )  # a state of another epoch would be passed over in silence
-        return Resumption(skip=0, held=held, batches=batches, changes=changes, state=loader_state)
+        return Resumption(skip=0, held=held, state=loader_state)
     begin_at_start(loader)
     skip = position.fresh - position.epoch_fresh if position.in_epoch else 0
-    skip = max(0, skip - len(held)) if refetches else skip
+    skip = max(0, skip - len(held))
     if skip > 0:
         warnings.warn(
             f"{type(loader).__name__} has no state_dict: to continue, {skip} batches are read and thrown away",
             RuntimeWarning,
             stacklevel=3,
         )
-    return Resumption(skip=skip, held=held, batches=batches, changes=changes, state=None)
+    return Resumption(skip=skip, held=held, state=None)
 
 
 def left(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state of a loader that has left the pass in which `state` was saved."""
     position = {**state["position"], "in_epoch": False}
-    return {**state, "position": position, "held": [], "changes": [], "before": state["after"], "batches": []}
+    return {**state, "position": position, "held": [], "before": state["after"]}
 
 
 def state_of(loader: Any) -> Any:

@@ -16,8 +16,9 @@ from typing import Self, TypeAlias
 import torch
 from torch import Tensor
 
+from stretto.engine import misuse
 from stretto.engine.departure import Departure
-from stretto.errors import ConfigError, GradientsTouched, LossNotScalar, UsageError
+from stretto.errors import ConfigError
 from stretto.flat import Layout
 
 _version = operator.attrgetter("_version")
@@ -193,11 +194,7 @@ class Accumulation:
             if old == new:
                 continue
             if self._factor != 1.0 and not used[index]:
-                raise GradientsTouched(
-                    f"{self.buffer.layout.slots[index].name!r}: an autograd function has added to its gradient "
-                    f"itself, without the weight {self._factor} that a loss or model of 16 bits is given later: use "
-                    "weight=1.0, or return the gradient from the function"
-                )
+                raise misuse.added_without_weight(self.buffer.layout.slots[index].name, self._factor)
             used[index], self.has_arrived = 1, True
 
     def count(self, weight: float, loss: Tensor | None, samples: int, fresh_samples: int) -> None:
@@ -246,12 +243,7 @@ class Accumulation:
             GradientsTouched: Names a parameter, and says what to call.
         """
         if found := self._of_others():
-            name = self.buffer.layout.slots[found[0]].name
-            raise GradientsTouched(
-                f"{where}: {len(found)} parameters, {name!r} among them, hold gradients of a backward pass that was "
-                "not this job's (another job's, or loss.backward()): drop them with parallel.discard(), or count "
-                "them with parallel.count_micro_batch()"
-            )
+            raise misuse.others_gradients([self.buffer.layout.slots[index].name for index in found], where)
         self.discard()
 
     def check_untouched(self, where: object) -> None:
@@ -261,10 +253,7 @@ class Accumulation:
             GradientsTouched: Somebody clipped, scaled, zeroed or assigned the accumulated gradients.
         """
         if list(map(_version, self.buffer.views)) != self._versions:
-            raise GradientsTouched(
-                f"{where}: the accumulated gradients were changed outside backward, by clipping, scaling or "
-                "zeroing; clip with Options(clip_norm=...), weigh with backward(loss, weight)"
-            )
+            raise misuse.gradients_written(where)
         gradients = map(_gradient, self.parameters)
         if all(map(operator.is_, gradients, self.gradients)):
             return
@@ -272,11 +261,7 @@ class Accumulation:
             self.parameters, self.gradients, self.buffer.layout.slots, strict=True
         ):
             if parameter.grad is not view and slot.index not in self.apart:
-                raise GradientsTouched(
-                    f"{where}: the gradient of {slot.name!r} was replaced; leave out zero_grad() (gradients are "
-                    "zeroed at take-off), do not assign .grad but before parallel.count_micro_batch(), and call "
-                    "backward without create_graph=True"
-                )
+                raise misuse.gradient_replaced(slot.name, where)
 
     def _of_others(self) -> list[int]:
         """Return the slots that hold a gradient of another backward pass, not those whose view was only taken away."""
@@ -305,15 +290,6 @@ def check_loss(loss: object, where: object) -> None:
         LossNotScalar: It is no tensor of one floating-point element.
         UsageError: It depends on no parameter.
     """
-    if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
-        found, remedy = f"a {type(loss).__name__}", "hand over the tensor alone, such as output.loss"
-        if isinstance(loss, Tensor):
-            found, remedy = f"shape {tuple(loss.shape)} and dtype {loss.dtype}", "reduce it with .mean()"
-        raise LossNotScalar(
-            f"{where}: expected a loss of one floating-point element, found {found}: {remedy}"
-        )
-    if not loss.requires_grad:
-        raise UsageError(
-            f"{where}: the loss depends on no parameter that requires a gradient: expected one computed by the model "
-            "outside torch.no_grad(), and not detached"
-        )
+    if isinstance(loss, Tensor) and loss.is_floating_point() and loss.numel() == 1 and loss.requires_grad:
+        return
+    raise misuse.no_loss(loss, where)

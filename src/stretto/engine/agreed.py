@@ -63,9 +63,14 @@ class Agreement:
         """A fragment has left."""
         self.state = Alike.APART
 
-    def land(self, *, is_whole: bool) -> None:
-        """A fragment has landed; all ranks hold the same again if it was all there is, and nobody kept a part."""
-        self.unite(states=False)
+    def land(self, *, is_whole: bool, states: bool | None) -> None:
+        """A fragment has landed.
+
+        Args:
+            is_whole: Whether it was all there is, and nobody kept a part: then all ranks hold the same again.
+            states: Whether the optimizer's state has become the same, too; None leaves that as it was.
+        """
+        self.unite(states=states)
         if not is_whole:
             self.state = Alike.APART
 
@@ -94,6 +99,9 @@ class AgreedReplica(Replica):
         steps_alone: Whether ranks step without asking the others, and may be at different rounds.
         within: The ranks of this node, where each holds a shard of the replica.
     """
+
+    has_anchor = False
+    """Whether ranks take outer steps from an anchor, whatever their replicas hold."""
 
     def __init__(
         self, *args: Any, steps_alone: bool = False, within: Within | None = None, **others: Any

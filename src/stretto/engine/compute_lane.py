@@ -21,9 +21,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from stretto.engine import misuse
 from stretto.engine.accumulation import Accumulate, Accumulation, GradientBuffer
 from stretto.engine.comm_lane import CommLane
 from stretto.engine.failures import FailureDetector, Lifetime
+from stretto.engine.first_loss import check_first_loss
 from stretto.engine.hooks import Gradients, Hooks
 from stretto.engine.options import Quota
 from stretto.engine.report import Vote
@@ -31,7 +33,7 @@ from stretto.engine.round import Accounts, Landing, Reduction, Round
 from stretto.engine.runtime import Pending
 from stretto.engine.settling import SettlingModel
 from stretto.engine.statistics import Carried
-from stretto.errors import OutOfTurn, StepWithoutBackward, UsageError
+from stretto.errors import OutOfTurn
 from stretto.optimizer import Hyperparameters, Schedule, read_hyperparameters
 from stretto.records import Incident, Update
 
@@ -226,9 +228,7 @@ class ComputeLane:
     ) -> None:
         self.model, self.statistics = model, model.statistics
         self._is_checked = False  # whether parameters were checked since the last micro-batch was counted
-        self._first: Callable[[], None] | None = (
-            None  # called before a forward pass, where strategies take turns
-        )
+        self._first: Callable[[], None] | None = None  # before a forward pass, where strategies take turns
         self.lifetime = Lifetime(failures, leave=self._leave)
         self._schedule = None if scheduler is None else Schedule(scheduler)
         self.course = Course(comm.replica.rank, len(quota.minima))
@@ -304,6 +304,8 @@ class ComputeLane:
         if self.accumulation.apart:
             self.accumulation.check_own(self.where)
         self.accumulation.check_untouched(self.where)  # zero_grad() often stands right before
+        if not self.num_counted:
+            check_first_loss(loss, self.where)
         self.accumulation.backward(loss, weight)
 
     def check_untouched(self) -> None:
@@ -318,10 +320,7 @@ class ComputeLane:
         self.take_off_if_ready()
         if weight > 0 and not (self.accumulation.has_arrived or lacks):
             self.model.check_complete(self.where)
-            raise StepWithoutBackward(
-                f"{self.where}: no gradient has arrived since the last micro-batch was counted: run its backward pass "
-                "first, or count it with weight=0 to contribute nothing"
-            )
+            raise misuse.no_gradient(self.where)
         self.accumulation.count(weight, loss, samples, fresh_samples)
         self.runtime.charge("micro-batch")
         self.num_counted += 1
@@ -461,7 +460,7 @@ class ComputeLane:
         with self.lifetime.running():
             kind = self.model.parameters[0].device.type
             if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
-                raise UsageError(f"{self.where}: float16 needs loss scaling: expected autocast to bfloat16")
+                raise misuse.autocast_to_float16(self.where)
             # A take-off checks the parameters; their own backward pass brings it where others stand in for them.
             if self._ready is None or not self.model.is_replaced:
                 if self._first is not None:

@@ -21,38 +21,20 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import distributed as dist
 
-from stretto.engine.inquiry import ANSWER_SECONDS, Inquiry, closed_ranks
+from stretto.engine.inquiry import Inquiry
 from stretto.engine.round import Progress
+from stretto.engine.telling import tell
 from stretto.engine.watcher import Place, Watcher, keeps, store_of
-from stretto.errors import (
-    CommunicationError,
-    Finished,
-    NonFinite,
-    NoWayOn,
-    PeerFailed,
-    PeerSilent,
-    Quarantined,
-    RanksDisagree,
-    ReplicaNonFinite,
-    StrettoError,
-    UnusedParameters,
-    WorkerDisagrees,
-)
+from stretto.errors import CommunicationError, Finished, NoWayOn, PeerFailed, StrettoError
 from stretto.exchange.transfer import Started, Wait
 from stretto.groups import connections_of, may_wait_again, orders_streams, ranks_of, retire
 
-_POLL_SECONDS = 0.05
-"""Seconds between two questions who has heard why this rank leaves."""
 _SHORTEST_PAUSE_SECONDS = 2e-5
 _LONGEST_PAUSE_SECONDS = 1e-3
 """Between two questions whether a collective is complete: short where it soon is, long where others are late."""
 _KEPT = 8
 """Completed collectives that are kept; see Note [Who lets go last]. Of 400 programs that never yielded the lock,
 5 aborted with 2 kept, and none with 8."""
-_SEEN_BY_ALL = (NonFinite, Quarantined, RanksDisagree, UnusedParameters)
-"""Errors that every rank finds and raises without being told, from the same round report or incidents."""
-_OF_ONE_WORKER = (ReplicaNonFinite, WorkerDisagrees)
-"""Those of them that only the ranks of one worker find."""
 BACKEND_MARGIN_SECONDS = 5.0
 """The backend's timeout comes after the library's, which names the silent rank, and not long after: a process
 cannot end while the backend waits."""
@@ -148,6 +130,8 @@ class FailureDetector:
         while True:
             try:
                 if self._completes(work, self._patience):
+                    if self._watcher.has_aborted:  # NCCL calls complete what an abort has cut off
+                        raise CommunicationError("the group was aborted, because another rank is gone")
                     self._completed.append(work)
                     return
             except (PeerFailed, NoWayOn):  # a group that sees all ranks has found the cause by itself
@@ -179,40 +163,14 @@ class FailureDetector:
         self._completed.clear()
 
     def tell(self, error: BaseException, *, is_users: bool = False) -> bool:
-        """Tell the other ranks why this one leaves, and end the waits of this rank's lane.
-
-        Args:
-            error: Why.
-            is_users: Whether the user's code has raised it, so that its type says nothing about who knows of it.
-
-        Returns:
-            Whether the error was told: not one that came from another rank, nor one that every rank finds by itself.
-        """
-        known = isinstance(error, _SEEN_BY_ALL) and not isinstance(error, _OF_ONE_WORKER)
-        is_told = is_users or not (known or isinstance(error, CommunicationError))
-        if is_told:
-            text = f"{self.where}: {type(error).__name__}: {error}"
-            self._watcher.say("failure", text, ANSWER_SECONDS)
-        if self._watcher.place.keeps_store and not (known and not is_told):
-            self._await_hearing(error)
+        """Tell the other ranks why this one leaves (`stretto.engine.telling`), and end the waits of its lane."""
+        is_told = tell(self._watcher, self._connections, error, self.where, is_users=is_users)
         self._watcher.end()
         return is_told
 
     def end(self) -> None:
         """Give no more signs of life, after the last collective."""
         self._watcher.end(finishes=True)
-
-    def _await_hearing(self, error: BaseException) -> None:
-        """Wait until all who live have heard of an error, or left: the store ends with this process."""
-        watcher, deadline = self._watcher, time.monotonic() + ANSWER_SECONDS
-        gone = {*watcher.silent, *(error.ranks if isinstance(error, PeerSilent) else ())}
-        while watcher.look(ANSWER_SECONDS) and time.monotonic() < deadline:
-            gone.update(watcher.left, closed_ranks(watcher, self._connections))
-            for topic in ("heard", "failure", "death"):
-                gone.update(watcher.heard(topic))
-            if gone.issuperset(watcher.others):
-                return
-            time.sleep(_POLL_SECONDS)
 
     @property
     def where(self) -> str:

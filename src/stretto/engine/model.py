@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from stretto.engine import misuse
 from stretto.engine.buffers import Buffer
 from stretto.engine.options import BufferChoices
 from stretto.engine.round import Listener, Shown
 from stretto.engine.written import WrittenStatistics
-from stretto.errors import ParametersTouched
 from stretto.flat import Layout
 from stretto.optimizer import Schedule, members_of
 
@@ -119,15 +119,9 @@ class UserModel:
             return
         for name, old, new in zip(self.names, self._addresses, addresses, strict=True):
             if old != new:
-                raise ParametersTouched(
-                    f"{where}: the storage of parameter {name!r} was rebound (.data = ..., .to(...), .half()); bring "
-                    "the model to its device and dtype before wrapping"
-                )
+                raise misuse.storage_rebound(name, where)
         written = [n for n, old, new in zip(self.names, self._versions, versions, strict=True) if old != new]
-        raise ParametersTouched(
-            f"{where}: parameter {written[0]!r} was written between updates; load weights before wrapping, or "
-            "through a checkpoint"
-        )
+        raise misuse.parameter_written(written[0], where)
 
     def check_complete(self, where: object) -> None:
         """Raise if a trainable parameter was added, removed or replaced since the model was wrapped, or a group added.
@@ -136,25 +130,15 @@ class UserModel:
             ParametersTouched: Says which, or how many.
         """
         if (num_groups := sum(map(len, self._groups))) != self._num_groups:
-            raise ParametersTouched(
-                f"{where}: the optimizer has {num_groups} parameter groups, {self._num_groups} "
-                "when it was wrapped; add groups before wrapping"
-            )
+            raise misuse.groups_added(num_groups, self._num_groups, where)
         trainable = {id(parameter) for parameter in self._every_parameter() if parameter.requires_grad}
         if trainable == self._ids:
             return
         if trainable - self._ids:
-            raise ParametersTouched(
-                f"{where}: the model has {len(trainable - self._ids)} trainable parameters that it did not have when "
-                "it was wrapped; wrap after the model is complete and sharded (fully_shard), and freeze after that "
-                "what is to train later"
-            )
+            raise misuse.parameters_added(len(trainable - self._ids), where)
         for name, parameter in zip(self.names, self.registered, strict=True):
             if id(parameter) not in trainable and parameter.requires_grad:
-                raise ParametersTouched(
-                    f"{where}: parameter {name!r} was removed from the model after wrapping; make a new DataParallel "
-                    "over the changed model"
-                )
+                raise misuse.parameter_removed(name, where)
 
     @property
     def is_replaced(self) -> bool:

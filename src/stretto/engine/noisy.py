@@ -130,7 +130,8 @@ class NoisyRank:
             versions = [master._version for master in masters]
             reply = performer(effect, flight)
             written = {index for index, master in enumerate(masters) if master._version != versions[index]}
-            self._hit_masters(written)
+            if written:
+                self._hit_masters(written)
             if written and flight is not None:  # otherwise the model goes on showing what they were
                 self._sharded.publish(flight.round.buffer.flats)
             return reply

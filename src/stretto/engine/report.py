@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.engine.accumulation import Totals
-from stretto.exchange.transfer import Place, filled
+from stretto.exchange.transfer import Place
 from stretto.optimizer import Hyperparameters
 
 
@@ -37,9 +37,6 @@ class Vote(IntEnum):
 
 _VOTES = tuple(Vote)
 """Votes by number; a lookup here is much faster than `Vote(number)`."""
-
-_COUNTS = ("weight", "samples", "fresh_samples", "micro_batches")
-_LOSSES = ("loss_sum", "loss_weight")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,19 +91,6 @@ class RankReport:
             if value is not None:
                 places.append((fields[field.name][1], value.view(-1).view(torch.int8)))
         return places
-
-    def completed(self, measured: Measured) -> "RankReport":
-        """Return this report with what was measured, for which the host waits once."""
-        content = filled(RoundReport.pack(self), self.places(measured))
-        record = np.frombuffer(content, record_dtype(len(self.used), len(self.changed)))[0]
-        return dataclasses.replace(
-            self,
-            totals=dataclasses.replace(self.totals, loss_sum=float(record["loss_sum"])),
-            gradient_is_finite=bool(record["gradient_is_finite"]),
-            norm_squared=float(record["norm_squared"]),
-            changed=record["changed"].tobytes(),
-            buffers_are_finite=bool(record["buffers_are_finite"]),
-        )
 
 
 @functools.cache
@@ -184,44 +168,6 @@ class RoundReport:
     def unpack(cls, records: Sequence[bytes], num_slots: int, num_buffers: int) -> "RoundReport":
         """Read gathered records."""
         return cls(np.frombuffer(b"".join(records), record_dtype(num_slots, num_buffers)))
-
-    @classmethod
-    def alone(cls, report: RankReport, rank: int, world_size: int) -> "RoundReport":
-        """Return the report of a round in which only `rank` took part: empty records for the others."""
-        own = cls.unpack([cls.pack(report)], len(report.used), len(report.changed))
-        return own.among(rank, world_size)
-
-    def among(self, first: int, world_size: int) -> "RoundReport":
-        """Return this report of some ranks, numbered from `first`, with empty records for the others."""
-        records = np.zeros(world_size, self.records.dtype)
-        records["gradient_is_finite"] = records["buffers_are_finite"] = True
-        records[first : first + len(self.records)] = self.records
-        return RoundReport(records)
-
-    def news(self, last: "RoundReport", ranks: Sequence[int]) -> "RoundReport":
-        """Return the part of an average's report that `ranks`, those of one worker, have not reported before.
-
-        Their records are reduced to their `last` round. The other ranks contribute everything since the last
-        average, so that every contribution is counted once. Losses are those of all ranks since the last average.
-        """
-        records = self.records.copy()
-        for field in _COUNTS:
-            records[field][ranks] = last.records[field][ranks]
-        return RoundReport(records)
-
-    def with_news(self, later: "RoundReport", ranks: Sequence[int]) -> "RoundReport":
-        """Return both reports as one; `later` ends with the same round of `ranks`, whose counts it repeats."""
-        records = later.records.copy()
-        for field in (*_COUNTS, *_LOSSES):
-            added = self.records[field].copy()
-            if field in _COUNTS:
-                added[ranks] = 0
-            records[field] += added
-        return RoundReport(records)
-
-    def share(self, rank: int) -> float | None:
-        """Return the fraction of the total weight that `rank` contributed; None if the total is zero."""
-        return float(self.records["weight"][rank]) / self.weight if self.weight else None
 
     def norm_squared(self, *, replicated: bool) -> float:
         """Return the squared norm of the whole sum; if `replicated`, every rank has measured all of it."""

@@ -16,11 +16,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from stretto.engine import misuse
 from stretto.engine.accumulation import Accumulation, Contribution, GradientBuffer
 from stretto.engine.buffers import remain_finite
 from stretto.engine.departure import Departure
 from stretto.engine.report import Measured, RankReport, RoundReport, Vote, settings_text
-from stretto.errors import UnusedParameters
 from stretto.flat import Layout
 from stretto.optimizer import Hyperparameters, ReducedGradient, learning_rate
 from stretto.records import Incident, Update
@@ -386,10 +386,7 @@ class Accounts:
         used = [any(flags) for flags in zip(*(r.report.used for r in commit.reductions), strict=True)]
         unused = [slot.name for slot in layout.slots if not used[slot.index]]
         if unused:
-            raise UnusedParameters(
-                f"{where}: {len(unused)} parameters received no gradient on any rank, among them {unused[:3]}: "
-                "freeze them, or accept that they are skipped as PyTorch skips them with Options(allow_unused=True)"
-            )
+            raise misuse.without_gradient(unused, where)
 
     def close(
         self, commit: Commit, step: int, now: float, skipped_rounds: int, exposed_seconds: float

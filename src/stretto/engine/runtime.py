@@ -1,16 +1,15 @@
 """Where the communication lane runs: in the caller's thread, or on a thread beside it.
 
-A runtime separates the engine from the machine. The lane's code is the same on every runtime.
+A runtime separates the engine from the machine. The lane's code is the same on every runtime. Those of devices that
+work after their host, and which one a job gets: `stretto.engine.on_device`.
 """
 
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
-
-from stretto.engine.streams import CudaStreams, Mark, OnStream, Streams, StreamTimer
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -79,29 +78,6 @@ class Runtime(Protocol):
         ...
 
 
-@runtime_checkable
-class BringsRuntime(Protocol):
-    """A process group with its own clock, such as a virtual cluster's: it provides the runtime of its lanes."""
-
-    def lane_runtime(self, *, overlaps: bool) -> Runtime:
-        """Return a runtime for one job's lane.
-
-        Args:
-            overlaps: Whether the lane runs beside the caller; otherwise work is performed when its result is taken.
-        """
-        ...
-
-
-def choose_runtime(group: object, device: torch.device, *, overlaps: bool) -> Runtime:
-    """Return the runtime for the communication lane of a job on `group`."""
-    if isinstance(group, BringsRuntime):
-        return group.lane_runtime(overlaps=overlaps)
-    if device.type != "cuda":
-        return ThreadRuntime(thread_of_lane(device)) if overlaps else InlineRuntime()
-    streams = CudaStreams(device)
-    return StreamRuntime(streams, thread_of_lane(device)) if overlaps else InlineOnDevice(streams)
-
-
 class Arrived(Generic[T]):
     """Work that is complete; its result can be taken again."""
 
@@ -132,7 +108,7 @@ class HostTimer:
         return self._now() - self._started
 
 
-class _OnHost(Runtime):
+class OnHost(Runtime):
     """Work that the host does itself, in real time."""
 
     def now(self) -> float:
@@ -186,7 +162,7 @@ class RuntimeOver(Runtime):
         self._runtime.leave()
 
 
-class InlineRuntime(_OnHost):
+class InlineRuntime(OnHost):
     """Performs work in the caller's thread, when its result is taken; for synchronous strategies, which wait anyway."""
 
     def spawn(self, work: Callable[[], T]) -> Pending[T]:
@@ -213,7 +189,7 @@ class _Deferred(Generic[T]):
         return self._work()
 
 
-class ThreadRuntime(_OnHost):
+class ThreadRuntime(OnHost):
     """Performs work on one thread beside the caller.
 
     Args:
@@ -257,42 +233,3 @@ def _begin_thread(num_threads: int, device: torch.device) -> None:
     torch.set_num_threads(num_threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-
-
-class _OnDevice(_OnHost):
-    """Work that a device does after the host has called for it."""
-
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
-        self._last: Mark | None = None  # where the host has kept pace
-
-    def timer(self) -> Timer:
-        return StreamTimer(self._streams)
-
-    def keep_pace(self) -> None:
-        before, self._last = self._last, self._streams.mark()
-        if before is not None:
-            before.synchronize()
-
-
-class InlineOnDevice(_OnDevice, InlineRuntime):
-    """Performs work in the caller's thread and on its stream, when its result is taken."""
-
-
-class StreamRuntime(_OnDevice, ThreadRuntime):
-    """Performs work on one thread beside the caller, and on a stream beside the caller's stream.
-
-    Note [Streams] in `engine/streams.py` says who waits for whom.
-
-    Args:
-        streams: Of the device.
-        thread: Runs one piece of work after the other.
-    """
-
-    def __init__(self, streams: Streams, thread: Executor) -> None:
-        _OnDevice.__init__(self, streams)
-        ThreadRuntime.__init__(self, thread)
-
-    def spawn(self, work: Callable[[], T]) -> Pending[T]:
-        """Start `work` on the thread and the side stream, after everything spawned before."""
-        return OnStream(self._thread, self._streams, work)

@@ -115,7 +115,7 @@ class JobState:
         for name, parameter in self.job.model.model.named_parameters():
             self.job.comm.progress.accept(original_name(name), parameter)
         for group, names in zip(self.job.model.optimizer.param_groups, self._group_names(), strict=True):
-            _set(group, _under(state["optimizer"], f"param_groups.{names[0]}."))
+            set_settings(group, _under(state["optimizer"], f"param_groups.{names[0]}."))
         self.job.compute.begin_again(state["job"]["step"], state["job"]["round_index"], counted)
         self.job.exchange.owe([])  # what is owed belongs to the course that ends here
 
@@ -188,8 +188,9 @@ class JobState:
                 values = [(offset, state[key]) for offset, state in own if key in state]
                 if not isinstance(kind, Tensor):
                     entries[name] = values[0][1] if values else None
-                elif kind.dim() and not slot.is_whole:
-                    entries[name] = self._cut(slot, kind.dtype, values)
+                elif kind.dim() and _is_cut(slot):
+                    flat = [(offset, value.reshape(-1)) for offset, value in values]
+                    entries[name] = self._cut(slot, kind.dtype, flat)
                 else:
                     # A copy: parameters of one segment share the number, but may later get different ones.
                     value = values[0][1].clone() if values else None
@@ -203,8 +204,9 @@ class JobState:
             entry = entries.get(f"state.{piece.slot.name}.{key}")
             if not isinstance(like, Tensor):
                 found[key] = entry
-            elif like.dim() and not piece.slot.is_whole:
-                found[key] = _run(entry, piece)
+            elif like.dim() and _is_cut(piece.slot):
+                run = _run(entry, piece)
+                found[key] = run if run is None or not piece.slot.is_whole else run.view(like.shape)
             else:
                 found[key] = None if entry is None else _whole(entry)
         missing = [key for key, value in found.items() if value is None]
@@ -248,8 +250,13 @@ def is_extra(name: str) -> bool:
     return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 
-def _set(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """Set a group's settings; tensors stay the same objects, which several groups may share, on their device."""
+def _is_cut(slot: Slot) -> bool:
+    """Return whether a moment of the optimizer has the parameter's shape, of which this rank has elements."""
+    return not slot.is_whole or slot.shard is not None
+
+
+def set_settings(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Set the settings of a parameter group; tensors, which several groups may share, stay the same objects."""
     for key, value in settings.items():
         held = group.get(key)
         if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape == value.shape:

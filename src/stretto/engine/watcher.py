@@ -272,7 +272,7 @@ class Watcher:
     def _abort_if_gone(self) -> None:
         is_told = any(self.words.get(topic) for topic in ("failure", "finding", "death"))
         if is_told or self.silent:
-            self.has_aborted = bool(self._aborts)
+            self.has_aborted |= bool(self._aborts)  # also at the looks after it
             for group in self._aborts:
                 group.abort()
             self._aborts = ()

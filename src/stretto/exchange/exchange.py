@@ -4,10 +4,11 @@ All contributions to a slice travel to its owner, who adds them in rank order in
 replay gets the same bits.
 """
 
-import functools
-import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import count, repeat
+from operator import call
 from typing import ClassVar, Self
 
 import numpy as np
@@ -113,7 +114,8 @@ class Exchange:
         self.padding, self.round_index = Padding(layout, self.rank), 0  # the index of what travels
         self.incidents: list[Incident] = []
         """Damage that a verified exchange has found and repaired; the code that reports an incident removes it."""
-        self.contributed = [wire.of(layout.sets[b.set_index].accumulation_dtype) for b in layout.buckets]
+        formats = [wire.of(flat.accumulation_dtype) for flat in layout.sets]
+        self.contributed = [formats[bucket.set_index] for bucket in layout.buckets]
         """The format of contributions, by bucket."""
         self.scratch = Scratch()
         order = layout.flat_order()
@@ -209,10 +211,7 @@ class Exchange:
     ) -> Transfers:
         """Sum `flats` over ranks, bucket by bucket, as their values come; see `reduce_scatter` and `all_reduce`."""
         sum_up = self.sum_bucket if whole else self.sum_slice
-        transfers = []
-        for index, (values, total) in enumerate(zip(self.cut(flats), sums, strict=True)):
-            transfers.append(sum_up(index, values, total, wire))
-        yield from in_flight(transfers)
+        yield from in_flight(map(sum_up, count(), self.cut(flats), sums, repeat(wire)))
 
     def sum_slice(self, index: int, own: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
         """Send the slices of the `index`-th bucket to their owners, and add those of this rank to `total`.
@@ -234,10 +233,10 @@ class Exchange:
             total: `(numel of a part,)`, overwritten.
             sent: The format in which parts travel.
         """
-        numel, count, is_plain = parts.numel(), len(level.ranks), isinstance(sent, PlainWire)
+        numel, ranks, is_plain = parts.numel(), len(level.ranks), isinstance(sent, PlainWire)
         if not isinstance(sent, PlainWire):
             outgoing = self.scratch("outgoing", index, sent.num_bytes(numel), torch.uint8, parts.device)
-            write_rows(sent.drawn("sums", self.round_index, self.rank), parts.view(count, -1), outgoing)
+            write_rows(sent.drawn("sums", self.round_index, self.rank), parts.view(ranks, -1), outgoing)
         elif parts.dtype == sent.dtype and parts.is_contiguous():
             outgoing = parts if parts.dim() == 1 else parts.view(-1)
         else:
@@ -249,8 +248,7 @@ class Exchange:
         yield self.send(level, received, outgoing), f"reduction of bucket {index}{level.where}"
         if not is_plain:
             received = read_rows(sent, received, "sums", self.round_index, level.ranks)
-        is_few = is_plain and count <= _MANY
-        self.add_up(received.chunk(count) if is_few else received.view(count, -1), total)
+        self.add_up(received.chunk(ranks) if is_plain and ranks <= _MANY else received.view(ranks, -1), total)
 
     def sum_bucket(self, index: int, own: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
         """Sum the `index`-th bucket: the sums of all owners, rounded to the wire, as `total` on all ranks."""
@@ -285,7 +283,7 @@ class Exchange:
         gathers = []
         for index, (bucket, whole) in enumerate(zip(self.layout.buckets, self.cut(flats), strict=True)):
             dtype = formats[bucket.set_index].dtype
-            gathers.append(functools.partial(self.gather, whole, index, dtype, f"gather of bucket {index}"))
+            gathers.append(partial(self.gather, whole, index, dtype, f"gather of bucket {index}"))
         self.perform(gathers)
 
     def gather_changes(self, wire: PackedWire, change: Change, add: Add) -> None:
@@ -301,7 +299,7 @@ class Exchange:
             changes = read_rows(wire, whole, "changes", self.round_index, self.everyone.ranks)
             add(index, self.padding.clear(index, changes.view(-1)) if wire.is_unbiased else changes.view(-1))
 
-        self.perform([functools.partial(transfer, index) for index in range(len(self.layout.buckets))])
+        self.perform([partial(transfer, index) for index in range(len(self.layout.buckets))])
 
     def gather(self, whole: Tensor, index: int, dtype: torch.dtype, what: str) -> Transfer:
         """Replace `whole`, `(numel,)`, by every rank's slice of it, rounded to `dtype`.
@@ -346,11 +344,11 @@ class Exchange:
     def gather_values(self, own: Tensor, whole: Tensor, what: str) -> None:
         """Gather every rank's `own`, `(numel,)`, into `whole`, `(world_size * numel,)` of the same dtype."""
         whole.view(self.world_size, -1)[self.rank].copy_(own)
-        self.perform([functools.partial(self.gather, whole, 0, whole.dtype, what)])
+        self.perform([partial(self.gather, whole, 0, whole.dtype, what)])
 
     def perform(self, transfers: Sequence[Callable[[], Transfer]]) -> None:
         """Run gathers, one of every bucket in order, at most `IN_FLIGHT` at a time."""
-        self.run(in_flight(map(operator.call, transfers)))
+        self.run(in_flight(map(call, transfers)))
 
     def send(self, level: Level, received: Tensor, outgoing: Tensor) -> dist.Work:
         """Start to send equal parts to the ranks of a level, and to receive one from each."""

@@ -7,12 +7,12 @@ together, where they lie: nothing here waits for a device.
 import struct
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
 from stretto.checksums import Digests, Seeds, digests_of_rows, is_on_host
+from stretto.exchange.sums import Terms
 from stretto.exchange.wire import PlainWire, Wire, read_rows, write_rows
 
 SEAL_BYTES = 8
@@ -40,20 +40,19 @@ class Rows:
 
     Args:
         memory: `(count * (bytes of values + SEAL_BYTES),)` uint8.
-        count: Of the rows.
-        wire: The format of the values.
+        kind: How many rows there are, the values in each, and their format.
     """
 
-    def __init__(self, memory: Tensor, count: int, wire: Wire) -> None:
+    def __init__(self, memory: Tensor, kind: tuple[int, int, Wire]) -> None:
         self.memory = memory
-        self.count = count
-        self.kind = count, memory.numel() // count, wire, memory.device
-        self.wire = wire
-        rows = memory.view(count, -1)
+        self.kind = kind
+        self.count, _, self.wire = kind
+        rows = memory.view(self.count, -1)
         self.content = rows[:, :-SEAL_BYTES]
         """The values as bytes, `(count, bytes)`."""
-        self.values = self.content.view(wire.dtype) if isinstance(wire, PlainWire) else self.content
+        self.values = self.content.view(self.wire.dtype) if isinstance(self.wire, PlainWire) else self.content
         """As numbers, `(count, numel)`, where the format is plain."""
+        self._terms = Terms(self.values) if isinstance(self.wire, PlainWire) else None
         self._seals = rows[:, -SEAL_BYTES:]
         self._on_host = is_on_host(memory)
         if self._on_host:
@@ -65,12 +64,12 @@ class Rows:
         """Write values and their seals.
 
         Args:
-            parts: The values to send, `(count, ...)`.
+            parts: The values to send, `(count, ...)`, or those of one row.
             wire: The format, drawn for them.
             seeds: Identify the rows.
         """
         if isinstance(wire, PlainWire):
-            (self.values if parts.dim() == 2 else self.values.view(parts.shape)).copy_(parts)
+            (self.values if parts.dim() <= 2 else self.values.view(parts.shape)).copy_(parts)
         else:
             packed = self.content.new_empty(self.content.shape)
             write_rows(wire, parts.reshape(self.count, -1), packed.view(-1))
@@ -78,8 +77,9 @@ class Rows:
         digests = self._digests(seeds)
         if isinstance(digests, Tensor):
             self._seals.copy_(digests.view(torch.uint8).view(-1, SEAL_BYTES))
-        else:
-            self._numbers[:] = np.array(digests, np.uint64)
+            return
+        for row, one in enumerate(digests):
+            self._numbers[row] = one
 
     def opened(self, seeds: Seeds) -> tuple[Digests, Digests]:
         """Return the digests that seals hold, and those that the values have."""
@@ -90,11 +90,11 @@ class Rows:
             return seals.view(torch.int64).view(-1), digests
         return self._numbers.tolist(), digests
 
-    def read(self, stream: str, round_index: int, senders: Sequence[int]) -> Tensor:
-        """Return the values, `(count, numel)`, as `read_rows` does; a view where the format is plain."""
-        if isinstance(self.wire, PlainWire):
-            return self.values
-        return read_rows(self.wire, self.content.reshape(-1), stream, round_index, senders)
+    def read(self, stream: str, round_index: int, senders: Sequence[int]) -> Terms:
+        """Return the values as `read_rows` does; views where the format is plain."""
+        return self._terms or Terms(
+            read_rows(self.wire, self.content.reshape(-1), stream, round_index, senders)
+        )
 
     def _digests(self, seeds: Seeds) -> Digests:
         if not self._on_host:

@@ -5,7 +5,7 @@ Sums are computed twice, and buckets with a damaged row travel again, before any
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from stretto.exchange.rows import (
     seeds_to_receivers,
 )
 from stretto.exchange.scratch import IN_FLIGHT
-from stretto.exchange.sums import is_plausible_sum, sampled
+from stretto.exchange.sums import Terms, is_plausible_sum, sampled
 from stretto.exchange.transfer import Add, Change, Level, Place, Transfer, Transfers, filled
 from stretto.exchange.two_level import TwoLevelExchange
 from stretto.exchange.wire import PackedWire, PlainWire, Wire, read_rows
@@ -35,6 +35,7 @@ REPEATS = 3
 """How often a damaged bucket is sent again; four failures in a row are no accident."""
 _COPIES = 3
 """Copies of every record of the round report: ranks need the records to agree on anything, even on a repeat."""
+_as_stored = cache(partial(PlainWire, ""))
 
 
 class _Arrived(NamedTuple):
@@ -85,8 +86,8 @@ class VerifiedExchange(Exchange):
         """Round reports so far: part of every record's seal."""
         self._arrived: list[_Arrived] = []
         """What has arrived in the present phase, or its repeat."""
-        self._held: dict[tuple[str, int], Rows] = {}
-        """Rows in scratch memory, by role and place in it."""
+        self._held: dict[tuple[str, int, torch.device], Rows] = {}
+        """Rows in scratch memory, by role and place in it, and device."""
         self._doubted: set[int] = set()
         """Buckets whose sum came out wrong on this rank in the present phase."""
 
@@ -99,31 +100,25 @@ class VerifiedExchange(Exchange):
         self._begin_attempt()
         yield from super().summing(flats, slices, whole=False, wire=wire)
         yield "barrier"
-        buckets = self.cut(flats)
         self._repeat(
-            "contribution",
-            [
-                partial(self.sum_slice, index, values, slices[index], wire)
-                for index, values in enumerate(buckets)
-            ],
+            "contribution", lambda index: self.sum_slice(index, self.cut(flats)[index], slices[index], wire)
         )
         if whole:
+            own = self.cut(flats)
             self.perform(
-                [
-                    partial(self.gather_sum, index, values, sums[index], wire)
-                    for index, values in enumerate(buckets)
-                ]
+                [partial(self.gather_sum, index, own[index], sums[index], wire) for index in range(len(own))]
             )
 
     def sum_parts(self, level: Level, index: int, parts: Tensor, total: Tensor, sent: Wire) -> Transfer:
         """Send the ranks of a level their sealed parts; sum what comes, and note what of it is damaged."""
         ranks, count = level.ranks, len(level.ranks)
         own, first = ranks.index(self.rank), self._seed(level, index)
-        outgoing = self._rows("outgoing", index, count, sent, total)
+        kind = count, total.numel(), sent
+        outgoing = self._rows("outgoing", index, kind, total.device)
         drawn = sent.drawn("sums", self.round_index, self.rank)
-        by_rank = parts.view(count, -1) if parts.dim() == 1 else parts
+        by_rank = parts.view(count, -1) if parts.dim() == 1 < count else parts
         outgoing.seal(by_rank, drawn, seeds_to_receivers(first, own))
-        received = self._rows("received", index, count, sent, total)
+        received = self._rows("received", index, kind, total.device)
         yield self.send(level, received.memory, outgoing.memory), f"reduction of bucket {index}{level.where}"
         self._sum_twice(level, index, received.read("sums", self.round_index, ranks), total)
         checked = received.opened(seeds_from_senders(first, own))
@@ -131,20 +126,19 @@ class VerifiedExchange(Exchange):
 
     def gather_parts(self, level: Level, index: int, own: Tensor, whole: Tensor, what: str) -> Transfer:
         """Bring the ranks of a level what this one has, sealed; note what comes damaged from them."""
-        wire = PlainWire("", whole.dtype)
+        wire, numel = _as_stored(whole.dtype), own.numel()
         count, place, first = len(level.ranks), level.ranks.index(self.rank), self._seed(level, index)
-        like = whole if count == 1 else whole[: whole.numel() // count]
-        sealed = self._rows("sealed", index, 1, wire, like)
-        sealed.seal(own.view(1, -1), wire, seeds_to_receivers(first, place))
-        received = self._rows("rows", index, count, wire, like)
+        sealed = self._rows("sealed", index, (1, numel, wire), whole.device)
+        sealed.seal(own, wire, seeds_to_receivers(first, place))
+        received = self._rows("rows", index, (count, numel, wire), whole.device)
         yield from super().gather_parts(level, index, sealed.memory, received.memory, what)
         checked = received.opened(seeds_from_senders(first, 0))
         self._arrived.append(_Arrived("gathered values", index, level.where, level.ranks, *checked))
+        if own is whole:  # a lone rank's
+            return
         parts = whole.view(count, -1)
-        for others in (range(place), range(place + 1, count)):
-            if others:
-                sent = slice(others.start, others.stop)
-                parts[sent].copy_(received.values[sent])
+        for others in (slice(place), slice(place + 1, count)):
+            parts[others].copy_(received.values[others])
         part = parts[place]
         if part.data_ptr() != own.data_ptr() or part.dtype != own.dtype:
             part.copy_(own)
@@ -171,7 +165,7 @@ class VerifiedExchange(Exchange):
         """Run gathers, one of every bucket in order, and repeat those with a damaged row."""
         self._begin_attempt()
         super().perform(transfers)
-        self._repeat("gathered values", transfers)
+        self._repeat("gathered values", lambda index: transfers[index]())
 
     def gather_bytes(self, record: bytes, places: Sequence[Place] = ()) -> list[bytes]:
         """Return every rank's `record`, in rank order; every record travels three times, each with its seal.
@@ -192,8 +186,8 @@ class VerifiedExchange(Exchange):
             )
         return [content for content in found if content is not None]
 
-    def _repeat(self, site: str, transfers: Sequence[Callable[[], Transfer]]) -> None:
-        """Run transfers again until no rank misses a row of any; all ranks must call.
+    def _repeat(self, site: str, transfer: Callable[[int], Transfer]) -> None:
+        """Run transfers of buckets again until no rank misses a row of any; all ranks must call.
 
         Raises:
             TransferCorrupt: On every rank, naming senders and receivers.
@@ -208,24 +202,24 @@ class VerifiedExchange(Exchange):
                 raise given_up(self.rank, site, missing, REPEATS, self.numbers)
             self._begin_attempt()
             for index in sorted({lost.index for lost in missing}):
-                super().perform([transfers[index]])  # one at a time: any two may share scratch memory
+                super().perform([partial(transfer, index)])  # one at a time: any two may share scratch memory
 
-    def _sum_twice(self, level: Level, index: int, values: Tensor, total: Tensor) -> None:
-        """Sum `values` twice, and note whether both are equal to the bit, and plausible."""
+    def _sum_twice(self, level: Level, index: int, terms: Terms, total: Tensor) -> None:
+        """Sum `terms` twice, and note whether both are equal to the bit, and plausible."""
         again = self.scratch("again", index, total.numel(), total.dtype, total.device)
         for into in (total, again):
-            self.add_up(values.unbind(), into)
-        looked_at = (values, total) if index in self._doubted else (sampled(values), sampled(total))
+            self.add_up(terms.by_rank, into)
+        is_doubted = index in self._doubted
+        looked_at = (terms.values, total) if is_doubted else (terms.sampled, sampled(total))
         is_right = same_bytes(total, again) & is_plausible_sum(*looked_at)
         self._arrived.append(_Arrived("sum", index, level.where, [self.rank], True, is_right))
 
-    def _rows(self, role: str, index: int, count: int, wire: Wire, row: Tensor) -> Rows:
-        """Return memory for rows of a transfer, each of as many values as `row` has, and on its device."""
-        num_bytes, key = wire.num_bytes(row.numel()) + SEAL_BYTES, (role, index % IN_FLIGHT)
-        held = self._held.get(key)
-        if held is None or held.kind != (count, num_bytes, wire, row.device):
-            memory = self.scratch(role, index, count * num_bytes, torch.uint8, row.device)
-            held = self._held[key] = Rows(memory, count, wire)
+    def _rows(self, role: str, index: int, kind: tuple[int, int, Wire], device: torch.device) -> Rows:
+        """Return memory for the rows of a transfer; `kind` is that of `Rows`."""
+        key, (count, numel, wire) = (role, index % IN_FLIGHT, device), kind
+        if (held := self._held.get(key)) is None or held.kind != kind:
+            num_bytes = count * (wire.num_bytes(numel) + SEAL_BYTES)
+            held = self._held[key] = Rows(self.scratch(role, index, num_bytes, torch.uint8, device), kind)
         return held
 
     def _look(self) -> list[Missing]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from stretto.engine import Job
 from stretto.engine.within import Within
-from stretto.feed.feed import NOTHING, Feed, Pass
+from stretto.feed.batches import NOTHING, Pass
+from stretto.feed.feed import Feed
 
 
 class SharedFeed(Feed):

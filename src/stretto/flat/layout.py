@@ -22,7 +22,7 @@ from torch import nn
 
 from stretto.errors import UnsupportedOptimizer
 from stretto.flat.fitting import original_name
-from stretto.flat.shards import Shard, shard_of
+from stretto.flat.shards import Shard, dealt_numel, shard_of
 from stretto.flat.whole import ALIGNMENT, place_whole, round_up
 
 
@@ -221,7 +221,7 @@ def plan_layout(
         if not is_whole:
             members.sort(key=lambda item: groups[id(item[1])])
         starts, cuts = (place_whole if is_whole else _place)(
-            [shard_of(parameter)[0].numel() for _, parameter in members],
+            [dealt_numel(one) if is_whole else shard_of(one)[0].numel() for _, one in members],
             (bucket_bytes or usual_bucket_bytes(first.device)) // accumulation_dtype.itemsize,
             world_size,
             parts,

@@ -41,3 +41,11 @@ def shard_of(tensor: Tensor) -> tuple[Tensor, Shard | None]:
     mesh = tensor.device_mesh
     first = min(rows, mesh.get_local_rank() * -(-rows // mesh.size()))  # as `torch.chunk` cuts them
     return local, Shard(tuple(local.shape), first * math.prod(rest), tuple(tensor.shape))
+
+
+def dealt_numel(tensor: Tensor) -> int:
+    """Return how many elements a tensor counts for where whole ones are dealt to owners: as many on all shards."""
+    if not is_dtensor(tensor):
+        return tensor.numel()
+    rows, *rest = tensor.shape
+    return -(-rows // tensor.device_mesh.size()) * math.prod(rest)

@@ -144,7 +144,7 @@ class SoloGroup(CollectiveGroup):
                     f"the input {input.numel()} of {input.dtype}; on one rank they must be the same"
                 )
             if output.data_ptr() != input.data_ptr():
-                output.view(-1).copy_(input.reshape(-1))
+                output.copy_(input if input.shape == output.shape else input.reshape(output.shape))
         return CompletedWork(call.outputs)
 
     def getBackendName(self) -> str:

@@ -108,7 +108,9 @@ class GuardInterpreter:
 
     def ask(self, moment: Moment) -> GuardScript:
         """Yield the effects of all guards at a moment."""
-        has_alike = self._replica.agreement.is_united or moment == "before_land"
+        has_alike = self._replica.agreement.is_united or (
+            moment == "before_land" and self._replica.has_anchor
+        )
         for guard in self.guards:
             if has_alike or not guard.needs_replicas:
                 yield from getattr(guard, moment)()

@@ -1,5 +1,6 @@
 """An owner's fp32 masters and its private optimizer, which can commit a step or preview one."""
 
+from stretto.optimizer.over_shards import over_shards
 from stretto.optimizer.probe import whole_groups
 from stretto.optimizer.rehearsal import MASTER, RehearsingOptimizer, digests_of
 from stretto.optimizer.segments import Piece, Segment
@@ -29,6 +30,7 @@ __all__ = [
     "learning_rate",
     "members_of",
     "name_of",
+    "over_shards",
     "piece_states",
     "read_hyperparameters",
     "whole_groups",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stretto.errors import UnsupportedOptimizer
+from stretto.optimizer.over_shards import OverShards
 from stretto.optimizer.settings import read_hyperparameters
 from stretto.optimizer.several import Several
 
@@ -37,6 +38,8 @@ def rebuild(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]
         return Several(
             [rebuild(member, list(islice(rest, len(member.param_groups)))) for member in optimizer.members]
         )
+    if isinstance(optimizer, OverShards):
+        return OverShards(rebuild(optimizer.inner, groups), optimizer.whole, optimizer.mesh)
     kind = type(optimizer)
     accepted = inspect.signature(kind).parameters
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())

@@ -127,24 +127,24 @@ class ReducedGradient:
         return torch.stack(squares).cumsum(0)[-1]  # one after the other
 
 
-def _squares_on_host(parts: Sequence[Tensor]) -> list[Tensor]:
+def _squares_on_host(parts: list[Tensor]) -> list[Tensor]:
     """Return the squared 2-norm of each part, `()` float64; neighbours that fit into the cache are widened together."""
     squares: list[Tensor] = []
-    index = 0
-    while index < len(parts):
-        run, numels = [parts[index]], [parts[index].numel()]
-        while (index := index + 1) < len(parts) and sum(numels) + parts[index].numel() <= _BLOCK:
-            run.append(parts[index])
-            numels.append(parts[index].numel())
-        if numels[0] <= _BLOCK:
-            wide = torch.cat(run, out=torch.empty(sum(numels), dtype=torch.float64)).split_with_sizes(numels)
-            squares += map(torch.dot, wide, wide)
+    numels, last = list(map(Tensor.numel, parts)), 0
+    while (first := last) < len(parts):
+        together, last = numels[first], first + 1
+        if together > _BLOCK:
+            square = torch.zeros((), dtype=torch.float64)
+            for block in parts[first].split(_BLOCK):
+                wider = block.to(torch.float64)
+                square += torch.dot(wider, wider)
+            squares.append(square)
             continue
-        square = torch.zeros((), dtype=torch.float64)
-        for block in run[0].split(_BLOCK):
-            wider = block.to(torch.float64)
-            square += torch.dot(wider, wider)
-        squares.append(square)
+        while last < len(parts) and together + numels[last] <= _BLOCK:
+            together, last = together + numels[last], last + 1
+        wide = torch.cat(parts[first:last], out=torch.empty(together, dtype=torch.float64))
+        blocks = wide.split_with_sizes(numels[first:last])
+        squares += map(torch.dot, blocks, blocks)
     return squares
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from stretto.checksums import on_host
 from stretto.errors import UnsupportedOptimizer
 from stretto.flat import ALIGNMENT, Owned, Slices, Slot
+from stretto.optimizer.over_shards import alone
 from stretto.optimizer.private import is_elementwise, rebuild
 from stretto.optimizer.segments import Piece, Segment, cut_segments
 from stretto.optimizer.sharded import ShardedOptimizer
@@ -81,13 +82,28 @@ class StateKinds:
                         "averages, such as ZeRO1()"
                     )
 
+    def check_over_shards(self) -> None:
+        """Raise unless what is kept of whole tensors, of which ranks hold rows, can be held by rows too.
+
+        Raises:
+            UnsupportedOptimizer: Names the first parameter and the entry that cannot.
+        """
+        for slot in (one for one in self._owner.layout.slots if one.is_whole and one.shard is not None):
+            for key, value in self.of(slot).items():
+                if _is_moment(value) and value.shape != slot.shape:
+                    raise UnsupportedOptimizer(
+                        f"the optimizer keeps {key!r} of shape {tuple(value.shape)} for {slot.shape[0]} rows of "
+                        f"parameter {slot.name!r}, of shape {slot.shape}: expected numbers, or values of the same "
+                        "shape, where the ranks of a node share a model; take one that keeps such, as AdamW and Muon"
+                    )
+
     def _probe(self, set_index: int, group: int, shape: tuple[int, ...]) -> PieceState:
         flat, sharded = self._owner.layout.sets[set_index], self._owner.optimizer
         # Not zeros: an optimizer may divide by the norm of a whole tensor.
         probe = torch.ones(shape, dtype=torch.promote_types(flat.dtype, torch.float32), device=flat.device)
         probe.grad = torch.ones_like(probe)
         groups = [[probe] if index == group else [] for index in range(len(sharded.param_groups))]
-        optimizer = rebuild(sharded, groups)
+        optimizer = rebuild(alone(sharded), groups)  # whoever asks does it by itself
         optimizer.step()
         return dict(optimizer.state.get(probe, {}))
 

@@ -1,13 +1,9 @@
 """The contract of a strategy: the effects it may ask for, and the coroutine that asks.
 
-All that a strategy may ask for.
-
 A strategy is a generator that yields effects; whoever runs it answers each. `Reduce`, `AllReduce` and `Local`
 answer with a `Gradient`, `Look` with a `Moment`, an `Average` with a probe with a `Divergence`, `Launch` with a
 boolean, the others with None.
 See `docs/adding-a-strategy.md`.
-
-The contract of an update strategy: a coroutine over effects, and its options.
 """
 
 import dataclasses
@@ -105,19 +101,16 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Average:
-    """Replace every rank's replica by the mean of all.
+    """Replace every rank's replica by the mean of all, after `AllReduce`.
 
-    After `Local`, replicas are weighted by what their ranks have contributed since the last time. The ranks of a node
-    that is one worker hold the same replica, which so has the weight of all of them. After `AllReduce`
-    every rank has stepped with everything: replicas count alike, those that are not finite are left out, and nothing
+    Every rank has stepped with everything: replicas count alike, those that are not finite are left out, and nothing
     is sent where all are equal. Answer: a `Divergence` where a probe is given, otherwise None.
     """
 
     state: bool = False
     """Average the optimizer's element-wise state too."""
     probe: int = 0
-    """Coordinates at which ranks are compared, after `AllReduce`; the same number at all averages of a strategy. 0
-    compares nothing."""
+    """Coordinates at which ranks are compared; the same number at all averages of a strategy. 0 compares nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,37 +153,46 @@ class Postpone:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Launch:
-    """Let a fragment of the parameters leave for an outer step; it travels beside the next rounds, until its `Land`.
+class OuterStep:
+    """How the anchor, which all ranks hold alike, steps towards the mean of their replicas."""
 
-    Only after `Local`, and one fragment at a time. Ranks agree here on their end. So a rank that drains asks for the
-    next launch, due or not, and waits for the others. If no rank is due, nothing leaves, and all replicas are replaced
-    by their mean. Answer: whether the fragment left.
-    """
-
-    fragment: int
-    """Which one, from 0."""
-    fragments: int
-    """Into how many the parameters are cut."""
     learning_rate: float
-    """Of the outer step."""
     momentum: float
-    """Of the outer step."""
     nesterov: bool = True
     """Whether the step looks ahead along its new velocity."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launch:
+    """Let the parameters, or a fragment of them, leave for the mean of all replicas, or an outer step towards it.
+
+    Only after `Local`, and one fragment at a time. Replicas are weighted by what their ranks have contributed since it
+    left last; the ranks of a node that is one worker hold the same replica, which so has the weight of all of them. A
+    fragment of an outer step travels beside the next rounds, until its `Land`; a mean lands in the same update.
+
+    Ranks agree here on their end. So a rank that drains asks for the next launch, due or not, and waits for the others.
+    If all drain, nothing leaves, and all replicas are replaced by their mean. Answer: whether the fragment left.
+    """
+
+    outer: OuterStep | None = None
+    """The outer step; None takes the mean itself, of everything at once and without an anchor."""
+    fragment: int = 0
+    """Which one, from 0."""
+    fragments: int = 1
+    """Into how many the parameters are cut, for outer steps."""
     keeps_progress: bool = False
     """Whether its `Land` adds what this rank has changed since."""
-    is_due: bool = True
-    """Whether the plan asks for it in this round; otherwise only because this rank drains."""
+    state: bool = False
+    """Average the optimizer's element-wise state too; only with a mean."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Land:
-    """Wait for the fragment that has left, and mix the outer step's result into this rank's replica."""
+    """Wait for the fragment that has left, and mix what it brings into this rank's replica."""
 
-    mix: float
-    """What stays of the replica; the rest is the new anchor, with what is kept of the progress since."""
-    delay: int
+    mix: float = 0.0
+    """What stays of the replica; the rest is the mean or the new anchor, with what is kept of the progress since."""
+    delay: int = 0
     """Rounds for which the fragment has travelled on a rank that has data."""
 
 

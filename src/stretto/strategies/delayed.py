@@ -1,9 +1,4 @@
-"""The delayed strategies: one update late as it is (DPU), or at a prediction (WP).
-
-Delayed parameter update: the synchronous update, one round late.
-
-Weight prediction: a delayed update whose gradients are taken at a guess of the next parameters.
-"""
+"""The delayed strategies: one update late as it is (DPU), or at a prediction (WP)."""
 
 import dataclasses
 

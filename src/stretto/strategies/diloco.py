@@ -4,7 +4,17 @@ import dataclasses
 
 from stretto.errors import ConfigError
 from stretto.fields import check_fields
-from stretto.strategies.contract import Land, Launch, Local, Look, Moment, Script, Step, Strategy, WorkerKind
+from stretto.strategies.contract import (
+    Land,
+    Launch,
+    Local,
+    Look,
+    OuterStep,
+    Script,
+    Step,
+    Strategy,
+    WorkerKind,
+)
 
 MOST_FRAGMENTS = 1000
 """Each has collectives and buckets of its own, which a job makes before it begins."""
@@ -94,27 +104,15 @@ class DiLoCo(Strategy):
         moment = yield Look()
         if moment.aloft is not None and (moment.drains or moment.aloft >= self.delay):
             yield Land(self.mix, self.delay)
-        launch = self.launch(moment)
-        if launch.is_due or moment.drains:
-            has_left = yield launch
+        position = moment.round_index % self.interval + 1
+        fragment = -(-position * self.fragments // self.interval) - 1  # the first that leaves here or later
+        is_due = (fragment + 1) * self.interval // self.fragments == position
+        if is_due or moment.drains:
+            step = OuterStep(self.outer_lr, self.outer_momentum, self.nesterov)
+            has_left = yield Launch(step, fragment, self.fragments, self.keep_progress)
             # A rank without data has nothing to compute meanwhile.
             if has_left and (moment.drains or not self.delay):
                 yield Land(self.mix, self.delay)
-
-    def launch(self, moment: Moment) -> Launch:
-        """Return the launch of this round, or the next one."""
-        position = moment.round_index % self.interval + 1
-        fragment = -(-position * self.fragments // self.interval) - 1  # the first that leaves here or later
-        departure = (fragment + 1) * self.interval // self.fragments
-        return Launch(
-            fragment,
-            self.fragments,
-            self.outer_lr,
-            self.outer_momentum,
-            self.nesterov,
-            keeps_progress=self.keep_progress,
-            is_due=departure == position,
-        )
 
 
 def check_travel(record: Strategy, interval: str) -> None:

@@ -157,13 +157,13 @@ def ledger_of(strategy: Strategy) -> Ledger:
             f"a ledger of {strategy!r}: expected one strategy; of several that take turns, look at each by itself"
         )
     runs = [_dry_run(strategy, Moment(0, 1, drains=True))]
-    if not {Average, Launch} & set(map(type, runs[0])) and Local in map(type, runs[0]):
+    if Launch not in map(type, runs[0]) and Local in map(type, runs[0]):
         raise ConfigError(
-            f"strategy {strategy.name}: an update of a rank that drains must end with an Average or a Launch, so that "
-            "ranks that step alone can agree on an end"
+            f"strategy {strategy.name}: an update of a rank that drains must contain a Launch, so that ranks that step "
+            "alone can agree on an end"
         )
     num_updates = _DRY_UPDATES_THAT_LOOK if Look in map(type, runs[0]) else _DRY_UPDATES
-    averages: list[Average] = []
+    averages: list[Any] = []
     outer_steps = 0.0
     gap, interval, aloft = 0, None, None
     for index in range(num_updates):
@@ -171,16 +171,22 @@ def ledger_of(strategy: Strategy) -> Ledger:
         aloft = None if aloft is None else aloft + 1
         runs.append(_dry_run(strategy, Moment(index, gap, drains=False, interval=interval, aloft=aloft)))
         for effect in runs[-1]:
-            outer_steps += 1 / effect.fragments if isinstance(effect, Launch) else 0
+            outer_steps += 1 / effect.fragments if isinstance(effect, Launch) and effect.outer else 0
             aloft = _aloft_after(strategy, effect, aloft)
         interval = next((e.updates for e in runs[-1] if isinstance(e, Postpone)), interval)
-        found = [effect for effect in runs[-1] if isinstance(effect, Average)]
-        averages += found
-        gap = 0 if found or any(isinstance(effect, Land) for effect in runs[-1]) else gap
+        means = [effect for effect in runs[-1] if _is_mean(effect)]
+        if means and aloft is not None:
+            raise ConfigError(
+                f"strategy {strategy.name}: a mean of everything lands in the update in which it leaves: expected Land "
+                "right after Launch()"
+            )
+        averages += means
+        gap = 0 if any(isinstance(effect, Average | Land) for effect in runs[-1]) else gap
     kinds = _check_rounds(strategy, runs)
     count = Counter(kinds)
     effects = [effect for run in runs for effect in run]
-    launches = [effect for effect in effects if isinstance(effect, Launch)]
+    launches = [effect for effect in effects if isinstance(effect, Launch) and effect.outer]
+    _check_launches(strategy, effects)
     return Ledger(
         rounds=sum(count[kind] for kind in ACCUMULATIONS),
         replicated=count[AllReduce] + count[Local] > 0,
@@ -194,7 +200,7 @@ def ledger_of(strategy: Strategy) -> Ledger:
         gradient_transfers=count[Reduce] + count[AllReduce],
         gathers=count[Gather],
         sum_transfers=count[AllReduce],
-        may_average=not launches and any(isinstance(effect, Look | Average) for effect in effects),
+        may_average=not launches and any(isinstance(effect, Look | Average | Launch) for effect in effects),
         averages=len(averages) / num_updates,
         state_averages=sum(effect.state for effect in averages) / num_updates,
         probe=max((effect.probe for effect in effects if isinstance(effect, Average)), default=0),
@@ -202,6 +208,26 @@ def ledger_of(strategy: Strategy) -> Ledger:
         keeps_progress=any(effect.keeps_progress for effect in launches),
         outer_steps=outer_steps / num_updates,
     )
+
+
+def _is_mean(effect: Effect) -> bool:
+    """Return whether an effect takes the mean of all replicas, without an outer step."""
+    return isinstance(effect, Average) or (isinstance(effect, Launch) and effect.outer is None)
+
+
+def _check_launches(strategy: Strategy, effects: Sequence[Effect]) -> None:
+    """Check that launches are of one kind, and have the settings of that kind alone."""
+    launches = [effect for effect in effects if isinstance(effect, Launch)]
+    if len({effect.outer is None for effect in launches}) > 1:
+        raise ConfigError(
+            f"strategy {strategy.name}: expected an outer step in all of its launches, or in none"
+        )
+    for effect in launches:
+        if effect.state if effect.outer else (effect.fragments > 1 or effect.keeps_progress):
+            raise ConfigError(
+                f"strategy {strategy.name}: fragments and progress go with an outer step, and the optimizer's state "
+                f"with a mean of everything, found {effect}"
+            )
 
 
 def _aloft_after(strategy: Strategy, effect: Effect, aloft: int | None) -> int | None:
@@ -265,6 +291,11 @@ def _check_asides(strategy: Strategy, runs: Sequence[Sequence[Effect]], count: C
         raise ConfigError(
             f"strategy {strategy.name}: Launch and Land need replicas that step alone, with Local"
         )
+    if count[Local] and any(isinstance(effect, Average) for run in runs for effect in run):
+        raise ConfigError(
+            f"strategy {strategy.name}: replicas that step alone, with Local, are averaged by Launch() and Land(); "
+            "Average is for those that step with AllReduce"
+        )
     asks_ahead = any(isinstance(run[0], _ASIDES) for run in runs)
     if asks_ahead and (strategy.overlaps or not count[AllReduce]):
         raise ConfigError(
@@ -273,7 +304,7 @@ def _check_asides(strategy: Strategy, runs: Sequence[Sequence[Effect]], count: C
         )
     if count[Reduce] and any(isinstance(effect, _ASIDES) for run in runs for effect in run):
         raise ConfigError(
-            f"strategy {strategy.name}: Look and Average need replicas, after Local or AllReduce; after Reduce every "
+            f"strategy {strategy.name}: Look and averages need replicas, after Local or AllReduce; after Reduce every "
             "rank holds another shard"
         )
 

@@ -14,7 +14,7 @@ from stretto.errors import ConfigError
 from stretto.fields import check_fields
 from stretto.randomness import coin
 from stretto.schedules import Schedule, value_at
-from stretto.strategies.contract import Average, Local, Look, Moment, Script, Step, Strategy, WorkerKind
+from stretto.strategies.contract import Land, Launch, Local, Look, Moment, Script, Step, Strategy, WorkerKind
 
 Plan = Literal["even", "bernoulli"]
 
@@ -128,8 +128,8 @@ class LocalSGD(Strategy):
         """One step alone, and perhaps an average."""
         gradient = yield Local(self.worker)
         yield Step(gradient)
-        if self.averages((yield Look())):
-            yield Average(self.state)
+        if self.averages((yield Look())) and (yield Launch(state=self.state)):
+            yield Land()
 
     def averages(self, moment: Moment) -> bool:
         """Return whether an average is due at `moment`."""

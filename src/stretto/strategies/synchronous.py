@@ -1,9 +1,4 @@
-"""The synchronous strategies: replicated optimizer (DDP) and sharded optimizer (ZeRO-1).
-
-Synchronous data parallelism with a replicated optimizer.
-
-Synchronous data parallelism with a sharded optimizer (ZeRO stage 1).
-"""
+"""The synchronous strategies: replicated optimizer (DDP) and sharded optimizer (ZeRO-1)."""
 
 import dataclasses
 

@@ -5,6 +5,7 @@ ends, its connections are shut, those that are left agree who they are, and the 
 builds a new job on a new group and goes on from the newest generation that is whole.
 """
 
+import copy
 import dataclasses
 import logging
 import math
@@ -15,13 +16,16 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from stretto.checkpoint.load import Restored
 from stretto.continuation import Loader
+from stretto.engine.state import set_settings
 from stretto.engine.watcher import store_of
 from stretto.errors import CommunicationError, ConfigError, LeftOut, PeerFailed, PeerSilent, StrettoError
 from stretto.groups import Leavable, told_place
+from stretto.optimizer import Hyperparameters, read_hyperparameters
 from stretto.parallel import DataParallel
 from stretto.survive.generations import Memory
 from stretto.survive.membership import Ended, Members, Membership
@@ -61,6 +65,35 @@ class _Before:
         )
 
 
+class _Beginning:
+    """What optimizer and scheduler say before a job goes on, to be said again where another term follows.
+
+    Of its members some have trained and others have just come, and a job begins only where all have equal settings.
+    """
+
+    def __init__(self) -> None:
+        self._settings: Hyperparameters = []
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._scheduler: Any = None
+        self._schedule: Any = None
+
+    def note(self, parallel: DataParallel) -> None:
+        """Note what they say."""
+        self._optimizer, self._scheduler = parallel.job.model.optimizer, parallel.scheduler
+        self._settings = read_hyperparameters(self._optimizer)
+        if hasattr(self._scheduler, "state_dict"):  # without one, keeping a state raises
+            self._schedule = copy.deepcopy(self._scheduler.state_dict())
+
+    def put_back(self) -> None:
+        """Let them say it again."""
+        if self._optimizer is None:
+            return
+        if self._schedule is not None:
+            self._scheduler.load_state_dict(self._schedule)
+        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
+            set_settings(group, settings)
+
+
 class Term:
     """What the user's function is told of the time until a rank is lost or comes."""
 
@@ -92,6 +125,7 @@ class Term:
         self._step = 0  # after which it was
         self._sent_bytes = 0  # until then
         self._job: weakref.ref[DataParallel] | None = None
+        self.beginning = _Beginning()
 
     def go_on(
         self,
@@ -118,6 +152,7 @@ class Term:
             CommunicationError: A rank was lost.
         """
         self._job = weakref.ref(parallel)
+        self.beginning.note(parallel)
         restored = self._memory.load(parallel, loader=loader)
         if restored is None:
             if begin is not None:
@@ -266,6 +301,7 @@ class _Survivor(Generic[T]):
         self._before = _Before()
         self._fruitless = 0
         self._planned: Leavable | None = None
+        self._beginning = _Beginning()
 
     def run(self) -> T:
         """Return what the function has returned in the last term."""
@@ -274,6 +310,7 @@ class _Survivor(Generic[T]):
             (number, seats), result = self._live_through(number, seats)
             if not seats:
                 return result[0]
+            self._beginning.put_back()
 
     def _live_through(self, number: int, seats: Sequence[int]) -> tuple[tuple[int, Sequence[int]], list[T]]:
         """Return the following term, with no members where the job has ended, and what the function has returned."""
@@ -315,7 +352,9 @@ class _Survivor(Generic[T]):
         if self._planned is not None:
             self._planned.leave()
             self._planned = None
-        return Term(number, seats, group, self._membership, self._memory, self._every, self._before)
+        term = Term(number, seats, group, self._membership, self._memory, self._every, self._before)
+        self._beginning = term.beginning
+        return term
 
     def _check_fruit(self, error: RuntimeError, is_fruitless: bool) -> None:
         self._fruitless = self._fruitless + 1 if is_fruitless else 0

@@ -50,7 +50,7 @@ from stretto_lab.doctor import Examination, Report, examine_rank
 from stretto_lab.estimate import EstimateConfig
 from stretto_lab.observe import Stages, print_campaign, print_comparison, print_demo, replace_json
 from stretto_lab.page import PAGE, ReportConfig, page_of, report
-from stretto_lab.patience import waiting
+from stretto_lab.patience import fold, waiting
 from stretto_lab.plan import PlanConfig
 from stretto_lab.recipes import RECIPES, OverFiles, TaskConfig, recipe
 from stretto_lab.reproduce import ReproduceConfig
@@ -249,7 +249,7 @@ def _show(folder: str | None) -> None:
 
 
 def _print_line(line: str) -> None:
-    print(line, flush=True)  # a pipe, too, shall see it at once
+    print(fold(line), flush=True)  # a pipe, too, shall see it at once
 
 
 def _log(ranks: Ranks) -> Callable[[str], None]:
@@ -342,7 +342,7 @@ def _complain(report: Mapping[str, Any], words: Sequence[str]) -> int:
     for alarm in report["alarms"]:
         print(f"false alarm: {alarm}")
     for broken in report["broken"]:
-        print(f"broken promise: {broken['story']}")
+        _print_line(f"broken promise: {broken['story']}")
         print(f"replay: stretto campaign {shlex.join([*words, '--only', str(broken['number'])])}")
     return BROKEN if report["broken"] or report["alarms"] else 0
 
@@ -351,10 +351,11 @@ def _repeat(campaign: CampaignConfig[TaskConfig], number: int) -> int:
     with waiting("repeating the fault"):
         judgement = repeat_fault(campaign, number)
     drawn = judgement.drawn
-    print(f"fault {number}: {drawn.fault} in {drawn.job}, moment {drawn.moment:.3f}")
+    _print_line(f"fault {number}: {drawn.fault} in {drawn.job}, moment {drawn.moment:.3f}")
     print(f"promised: {drawn.promise.summary}")
     print(f"on {'real' if judgement.is_real else 'virtual'} workers, unguarded: {judgement.harm}")
-    print(judgement.story)
+    for line in judgement.story.splitlines():
+        _print_line(line)
     return 0 if judgement.violation is None else BROKEN
 
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from stretto.errors import UnknownName
 from stretto.fields import field_types, read_value, unknown_name
-from stretto_lab.cli.help import COLUMNS
 from stretto_lab.estimate import EstimateConfig, estimate
+from stretto_lab.patience import COLUMNS
 
 
 def print_estimate(words: Sequence[str]) -> None:

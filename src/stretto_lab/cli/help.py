@@ -7,11 +7,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from stretto.fields import field_types
+from stretto_lab.patience import COLUMNS
 
 if TYPE_CHECKING:  # the overview is printed before what the options are made of is there
     from stretto_lab.cli.options import Option
 
-COLUMNS = 80
 _LEFT = 24
 """Width of the column of options."""
 HELP = ("-h", "--help")

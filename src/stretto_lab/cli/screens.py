@@ -12,13 +12,12 @@ from stretto.exchange import WIRES
 from stretto.flat import ALIGNMENT
 from stretto.groups import Link
 from stretto.strategies import ACCO
-from stretto_lab.cli.help import COLUMNS
 from stretto_lab.cli.options import shown
 from stretto_lab.cli.presets import Preset
 from stretto_lab.cli.run_folder import resume_command
 from stretto_lab.doctor import Finding, Report
 from stretto_lab.evidence import of_strategy
-from stretto_lab.patience import waiting
+from stretto_lab.patience import COLUMNS, fold, waiting
 from stretto_lab.plan import UNEQUAL, Machine, Price, Ranking
 from stretto_lab.recipes import TaskConfig
 from stretto_lab.recipes.task import loss_unit
@@ -42,16 +41,18 @@ def print_run(outcome: Outcome, run: RunConfig[TaskConfig], *, is_on_a_link: boo
         is_on_a_link: Whether there is a network that could be the bottleneck. Local workers wait for each other only.
     """
     if outcome.sample is not None:
-        print(f"a sample:\n{outcome.sample}\n")
+        lines = (textwrap.fill(line, COLUMNS, drop_whitespace=False) for line in outcome.sample.split("\n"))
+        print("a sample:", *lines, "", sep="\n")
     print(f"{outcome.updates} updates in {outcome.training_seconds:.1f} s{_since(outcome)}")
     print(_heldout(outcome, run.task))
     if outcome.accuracy is not None:
         print(f"held-out accuracy {outcome.accuracy:.1%}")
     if outcome.echoed_batches or run.slow_loader != "none":
-        print(
+        text = (
             f"rank 0 took {outcome.fresh_batches} batches, used {outcome.echoed_batches} again and waited "
             f"{outcome.wait_seconds:.1f} s for data{_behind(outcome)}"
         )
+        print(fold(text))
     if is_on_a_link and (hint := advice(outcome, run)):
         print(textwrap.fill(hint, COLUMNS))
     print()
@@ -119,6 +120,11 @@ def _bytes_of(wire: str) -> int:
     return WIRES[wire].of(torch.float32).num_bytes(ALIGNMENT)  # the block of every format divides `ALIGNMENT`
 
 
+def _megabytes(num_bytes: float) -> str:
+    sent = num_bytes / 1e6
+    return f"{sent:,.1f}" if sent >= 1 or not sent else f"{sent:.2g}"
+
+
 def print_simulation(outcome: Outcome, simulation: SimulateConfig[TaskConfig]) -> None:
     """Print the outcome of a simulated run; its times are virtual."""
     rate, seconds = outcome.samples_per_second, outcome.training_seconds
@@ -129,10 +135,8 @@ def print_simulation(outcome: Outcome, simulation: SimulateConfig[TaskConfig]) -
     if outcome.exposed_seconds is not None and seconds:
         print(f"rank 0 waited for communication {outcome.exposed_seconds / seconds:.1%} of the time")
     if simulation.slow_loader != "none" and seconds:
-        print(
-            f"rank 0 waited for data {outcome.wait_seconds / seconds:.1%} of the time: {outcome.fresh_batches} fresh "
-            f"micro-batches, {outcome.echoed_batches} echoed"
-        )
+        text = f"rank 0 waited for data {outcome.wait_seconds / seconds:.1%} of the time"
+        print(fold(f"{text}: {outcome.fresh_batches} fresh micro-batches, {outcome.echoed_batches} echoed"))
     print(_heldout(outcome, simulation.task))
     if simulation.run_dir is not None:
         print(f"records, trace and the model are in {simulation.run_dir}")
@@ -183,7 +187,7 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
     for one in last.prices:
         print(
             f"{_row_of(one, last):32}{one.seconds:9.4f}{one.exposed_seconds / one.seconds:6.0%}"
-            f"{one.sent_bytes / 1e6:8,.1f}{one.memory_bytes / 1e6:8,.0f}  {last.why_not(one)}"
+            f"{_megabytes(one.sent_bytes):>8}{one.memory_bytes / 1e6:8,.0f}  {last.why_not(one)}"
         )
     print(
         textwrap.fill(

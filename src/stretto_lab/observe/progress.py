@@ -4,14 +4,14 @@ import collections
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 from stretto.records import Incident, Update
 from stretto_lab.observe.records import Observer
-from stretto_lab.observe.stages import live_panel
-from stretto_lab.patience import Patience, clock
+from stretto_lab.observe.stages import fitting, live_panel
+from stretto_lab.patience import SECONDS, Patience, clock
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -22,6 +22,8 @@ LINE_SECONDS = 5.0
 """Time between two plain lines of updates; the first and the last update always have one."""
 CURVE_WIDTH = 48
 """Characters of the loss curve, which has fewer; even."""
+LANDING = "this update lands and is saved; another stop ends at once"
+"""What is told once a stop signal has come."""
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -57,18 +59,27 @@ class Progress(Observer):
         self._live: Any = None
         self._last_line = -math.inf
         self._shown_step = -1
-        self._doing, self._since = "", time.monotonic()
+        self._doing, self._since = "getting ready", time.monotonic()
         self._patience: Patience | None = None
+        self._is_stopped: Callable[[], bool] = bool
 
     @contextmanager
     def watched(self) -> Iterator[Self]:
         """Let no more than some seconds pass without a line, for the length of the block."""
         with closing(Patience(self._still)) as self._patience:
-            yield self
+            try:
+                yield self
+            finally:
+                if self._live is not None:  # what is told next comes after the panel
+                    self._live.stop()
 
     def waits(self, what: str) -> None:
         """Hear what is waited for; it is told only where that takes long."""
         self._doing, self._since = what, time.monotonic()
+
+    def lands_when(self, is_stopped: Callable[[], bool]) -> None:
+        """Tell that the run ends as soon as `is_stopped()`: a stop signal has come, and what is under way lands."""
+        self._is_stopped = is_stopped
 
     def doing(self, what: str) -> None:
         """Print what is being done before the first update can be."""
@@ -85,15 +96,18 @@ class Progress(Observer):
         """Return the line after silence."""
         if self._live is not None:
             return ""
+        if self._is_stopped():
+            return f"{LANDING}: {self._since_text()}"
         if self._recent and self._shown_step != self._recent[-1][0].step:
             self._shown_step = self._recent[-1][0].step
             return self._line()
+        if self._recent:
+            return f"update {self._step_text()}: {self._since_text()}"
+        return f"{self._doing}: {self._since_text()}"
+
+    def _since_text(self) -> str:
         since = clock(time.monotonic() - self._since)
-        return (
-            f"update {self._step_text()}: {since} since then"
-            if self._recent
-            else f"{self._doing}: {since} so far"
-        )
+        return f"{since} since then" if self._recent else f"{since} so far"
 
     def updated(self, update: Update, training_seconds: float) -> None:
         self._begin()
@@ -146,7 +160,7 @@ class Progress(Observer):
         whole.add_row(rows)
         # A terminal echoes Ctrl-C as two characters behind the panel. On a new line they would shift the next drawing.
         width = max(1, options.max_width - len("^C"))
-        yield Panel(whole, title=self._header.title, title_align="left", width=width)
+        yield Panel(whole, title=fitting(self._header.title, width), title_align="left", width=width)
 
     def _begin(self) -> None:
         """Start the panel, once and only on a terminal that can draw again what it has drawn."""
@@ -154,11 +168,14 @@ class Progress(Observer):
             self._live = live_panel(self, is_passing=self._header.is_passing)
 
     def _rows(self, curve: str) -> list[tuple[str, str]]:
+        is_long = time.monotonic() - self._since > SECONDS
+        since = f", {self._since_text()}" if is_long else ""
+        ending = [("ending", LANDING)] if self._is_stopped() else []
         if len(self._recent) < 2:
-            return [("update", "waiting for the first ones"), ("held-out", self._heldout)]
+            return [("update", f"waiting for the first ones{since}"), ("held-out", self._heldout), *ending]
         averages = _Averages(self._recent)
         rows = [
-            ("update", f"{self._step_text()}, {self._left_text()}"),
+            ("update", f"{self._step_text()}, {self._left_text()}{since}"),
             ("loss", f"{averages.loss:.4f}{curve}"),
             ("held-out", self._heldout),
             ("speed", f"{averages.samples_per_second:,.0f} samples/s"),
@@ -172,7 +189,7 @@ class Progress(Observer):
             rows.append(("echo", averages.echo_text))
         if averages.waits:
             rows.append(("data", f"{averages.wait_share:.1%} of the time waits for them"))
-        return rows
+        return rows + ending
 
     def _print_last_line(self) -> None:
         if self._recent and self._shown_step != self._recent[-1][0].step:

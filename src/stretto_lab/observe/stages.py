@@ -12,6 +12,7 @@ from stretto_lab.patience import Patience, clock
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.text import Text
 
 T = TypeVar("T")
 
@@ -106,15 +107,27 @@ class Stages:
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         """Draw the panel; rich calls this several times a second."""
-        from rich.console import Group
         from rich.panel import Panel
         from rich.progress_bar import ProgressBar
+        from rich.table import Table
         from rich.text import Text
 
         done = time.monotonic() - self._started if self._is_timed else self._done
         share = min(1.0, done / self._total) if self._total else 0.0
-        text = Group(ProgressBar(total=1.0, completed=share), Text(self.line))
-        yield Panel(text, title=self._title, title_align="left", width=max(1, options.max_width - len("^C")))
+        rows = Table.grid(expand=True)  # a bar does not end its line
+        rows.add_row(ProgressBar(total=1.0, completed=share))
+        rows.add_row(Text(self.line))
+        width = max(1, options.max_width - len("^C"))
+        yield Panel(rows, title=fitting(self._title, width), title_align="left", width=width)
+
+
+def fitting(title: str, width: int) -> "Text":
+    """Return as much of a panel's title as its frame has room for: with more, the frame would become wider."""
+    from rich.text import Text
+
+    text = Text(title)
+    text.truncate(max(1, width - len("╭─  ─╮")), overflow="ellipsis")
+    return text
 
 
 def live_panel(drawn: Any, *, is_passing: bool) -> Any:

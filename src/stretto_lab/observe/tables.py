@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from stretto.errors import MissingExtra
+from stretto_lab.patience import COLUMNS
 
 
 def print_table(
@@ -78,7 +79,7 @@ def print_comparison(runs: Sequence[Run]) -> None:
         [headings[index] for index in used],
         ([row[index] for index in used] for row in rows),
         left=1,
-        width=80,
+        width=COLUMNS,
     )
 
 
@@ -174,9 +175,9 @@ def print_demo(runs: Sequence[Run]) -> None:
         ("arm", *columns),
         rows,
         left=1,
-        width=80,
+        width=COLUMNS,
     )
-    print(textwrap.fill(_verdict(arms), 80))
+    print(textwrap.fill(_verdict(arms), COLUMNS))
 
 
 def times_as_long(own: Sequence[Run], others: Sequence[Run]) -> tuple[str, str, str]:
@@ -249,7 +250,7 @@ def print_campaign(report: Mapping[str, Any]) -> None:
         _CAMPAIGN_HEADINGS,
         cells,
         left=1,
-        width=80,
+        width=COLUMNS,
     )
     print(f"{report['applied']} of {report['faults']} faults changed bits")
     print(f"{report['on_real_workers']} of {report['faults']} faults struck real workers")
@@ -259,7 +260,7 @@ def print_campaign(report: Mapping[str, Any]) -> None:
     print(f"{len(report['broken'])} promises broken")
     print(f"{report['false_alarms']} false alarms in {report['clean_rounds']:,} clean rounds")
     overheads = ", ".join(f"{name} {share - 1:+.0%}" for name, share in report["overheads"].items())
-    print(textwrap.fill(f"processor time of guards: {overheads}", 80))
+    print(textwrap.fill(f"processor time of guards: {overheads}", COLUMNS))
     print(f"{report['seconds']:.0f} s")
 
 

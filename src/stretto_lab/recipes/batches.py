@@ -133,6 +133,18 @@ class MicroBatches(Generic[Batch]):
             self.consumed += 1  # before the batch is given out: a state saved while it is in use counts it
             yield batch
 
+    def at(self, rank: int, world_size: int) -> "MicroBatches[Batch]":
+        """Return the same order from its beginning, as one rank of so many takes it; nothing is read or built."""
+        return MicroBatches(
+            self.samples,
+            self.size,
+            rank=rank,
+            world_size=world_size,
+            seed=self.seed,
+            micro_batches=self.micro_batches,
+            workers=self.workers,
+        )
+
     def _read(self) -> Iterator[Batch]:
         while self.micro_batches is None or self.position < self.micro_batches:
             yield self.samples.batch(self._indices(self.position))

@@ -14,13 +14,6 @@ from stretto import errors
 from stretto.fields import check_at_least, check_fields
 from stretto.optimizer import as_one
 
-Kernel = Literal["fused", "foreach", "loop"]
-"""How PyTorch computes the step: one kernel per tensor, lists of tensors, or one tensor after another."""
-
-
-def _flags(kernel: Kernel) -> dict[str, bool]:
-    return {"fused": kernel == "fused", "foreach": kernel == "foreach"}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamW:
@@ -38,9 +31,6 @@ class AdamW:
 
     decays: Literal["matrices", "all"] = "matrices"
     """What decays: matrices and larger tensors, as is usual, or vectors (biases, normalisation) too."""
-
-    kernel: Kernel = "fused"
-    """`fused` is the fastest. `foreach` and `loop` equal each other to the bit, however the parameters are cut."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -63,7 +53,7 @@ class AdamW:
         ]
         # A checkpoint has a group's settings under its parameters' names: one without any would come back with others.
         groups = [group for group in groups if group["params"]]
-        return torch.optim.AdamW(groups, lr=lr, betas=self.betas, eps=self.eps, **_flags(self.kernel))
+        return torch.optim.AdamW(groups, lr=lr, betas=self.betas, eps=self.eps, fused=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,9 +69,6 @@ class SGD:
     weight_decay: float = 5e-4
     """Decay added to the gradient, of all parameters."""
 
-    kernel: Kernel = "fused"
-    """As for AdamW."""
-
     def __post_init__(self) -> None:
         check_fields(self)
         check_at_least(self, momentum=0, weight_decay=0)
@@ -94,7 +81,7 @@ class SGD:
             momentum=self.momentum,
             nesterov=self.nesterov,
             weight_decay=self.weight_decay,
-            **_flags(self.kernel),
+            fused=True,
         )
 
 
@@ -112,15 +99,12 @@ class Muon:
     nesterov: bool = True
     """Look ahead along the velocity."""
 
-    iterations: int = 5
-    """Iterations of Newton and Schulz's method, which makes a step orthogonal."""
-
     weight_decay: float = 0.1
     """Decoupled decay per update, times the learning rate, of hidden matrices."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_at_least(self, momentum=0, iterations=1, weight_decay=0)
+        check_at_least(self, momentum=0, weight_decay=0)
 
     def build(self, model: nn.Module, lr: float, others: AdamW) -> Optimizer:
         """Return both as one over `model`'s trainable parameters.
@@ -149,7 +133,6 @@ class Muon:
             weight_decay=self.weight_decay,
             momentum=self.momentum,
             nesterov=self.nesterov,
-            ns_steps=self.iterations,
             adjust_lr_fn="match_rms_adamw",
         )
         return as_one([muon, others.over(rest, lr)])  # type: ignore[no-any-return]  # of two it makes one
@@ -163,26 +146,16 @@ class Adafactor:
     defaults).
     """
 
-    decay: float = -0.8
-    """Power of the update's number that the weight of a new squared gradient has; below 0."""
-
-    clip: float = 1.0
-    """Largest root mean square of a step, relative to the size that the squared gradients give it."""
-
     weight_decay: float = 0.0
     """Decoupled decay per update, times the learning rate, of all parameters."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_at_least(self, clip=0, weight_decay=0)
-        if not self.decay < 0:
-            raise errors.ConfigError(f"decay must be below 0, found {self.decay}")
+        check_at_least(self, weight_decay=0)
 
     def build(self, model: nn.Module, lr: float) -> torch.optim.Adafactor:
         """Return the optimizer over `model`'s trainable parameters, in one group."""
-        return torch.optim.Adafactor(
-            _trainable(model), lr=lr, beta2_decay=self.decay, d=self.clip, weight_decay=self.weight_decay
-        )
+        return torch.optim.Adafactor(_trainable(model), lr=lr, weight_decay=self.weight_decay)
 
 
 LanguageOptimizer = Literal["adamw", "muon", "adafactor"]

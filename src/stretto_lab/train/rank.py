@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,8 @@ from stretto_lab.observe import (
     strikes_file,
     trace_file,
 )
-from stretto_lab.recipes import Task
+from stretto_lab.patience import waiting
+from stretto_lab.recipes import MicroBatches, Task
 from stretto_lab.recipes.task import loss_unit
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.budget import Budget, budget_of
@@ -121,6 +122,11 @@ def surviving_rank(
     wire = Wire(Link.parse(run.link))
     total = run.total_micro_batches or run.micro_batches * info.world_size
     lasting = run if run.clock is not None else dataclasses.replace(run, total_micro_batches=total)
+    # Before the process gives its name: in a term all wait for each other.
+    is_told = shows_progress and info.rank == 0
+    with waiting("reading data, building the model") if is_told else nullcontext():
+        whole = _built(lasting, info.rank, info.world_size)
+        whole.model.to(device)
 
     def train(term: Term) -> Outcome:
         group = term.group if wire.link.is_free else ThrottledLeavable(term.group, wire)
@@ -130,7 +136,8 @@ def surviving_rank(
         # Who is slow is a place, whatever number its rank has.
         of_term = dataclasses.replace(lasting, slow={term.rank: run.slow.get(info.rank, 1.0)})
         with _progress(context, info, lasting, shows_progress) as progress:
-            return train_at(context, of_term, warmup_updates, progress)
+            task = _placed_anew(whole, of_term, term)
+            return train_at(context, of_term, warmup_updates, progress, task)
 
     try:
         return survives(
@@ -169,14 +176,18 @@ def _progress(
 
 
 def train_at(
-    context: RankContext, run: RunConfig[TaskT], warmup_updates: int, progress: Progress | None = None
+    context: RankContext,
+    run: RunConfig[TaskT],
+    warmup_updates: int,
+    progress: Progress | None = None,
+    task: Task | None = None,
 ) -> Outcome:
-    """Train on a rank that has joined the others, and show it as `progress`; the rest is as for `train_rank`."""
-    if progress is not None:
-        progress.doing(f"workers have started on {context.device}: reading the data and building the model")
+    """Train on a rank that has joined the others, and show it as `progress`; the rest is as for `train_rank`.
+
+    A process that has built its task before it joined gives that.
+    """
     budget = budget_of(run, context.world_size)
-    length = None if budget is None else budget.length
-    task = run.task.build(context.rank, context.world_size, run.seed, length)
+    task = _begun(context, run, progress, task)
     mesh = placed(task, run, context.device)
     if progress is not None:
         size = sum(parameter.numel() for parameter in task.model.parameters())
@@ -194,7 +205,9 @@ def train_at(
         start = TrainState.restore(run, task, handle, context.term)
         if budget is not None:
             budget.go_on(start.step or 0, start.samples)
+        saves = Saves(run, task, handle, totals, context.term)
         if progress is not None:
+            progress.lands_when(lambda: saves.is_stopped)
             if start.step:
                 progress.doing(f"going on after update {start.step}")
             for note in start.notes:
@@ -208,7 +221,7 @@ def train_at(
             handle,
             _plan(run, budget),
             observers=observers,
-            saves=Saves(run, task, handle, totals, context.term),
+            saves=saves,
             stopwatch=stopwatch,
             totals=totals,
         )
@@ -227,6 +240,26 @@ def train_at(
         seconds_before=start.training_seconds,
         faults_struck=rehearsal.struck,
     )
+
+
+def _begun(context: RankContext, run: RunConfig[TaskT], progress: Progress | None, task: Task | None) -> Task:
+    """Return the task, built here unless it has been built before."""
+    if progress is not None:
+        follows = "" if task is not None else ": reading data, building the model"
+        progress.doing(f"workers have started on {context.device}{follows}")
+    return task or _built(run, context.rank, context.world_size)
+
+
+def _built(run: RunConfig[TaskT], rank: int, world_size: int) -> Task:
+    budget = budget_of(run, world_size)
+    return run.task.build(rank, world_size, run.seed, None if budget is None else budget.length)
+
+
+def _placed_anew(task: Task, run: RunConfig[TaskT], term: Term) -> Task:
+    """Return a task that was built for any rank as the task of a member of a term."""
+    if isinstance(task.loader, MicroBatches):
+        return dataclasses.replace(task, loader=task.loader.at(term.rank, term.world_size))
+    return _built(run, term.rank, term.world_size)  # only it knows how to deal its data out
 
 
 def _begin_together(context: RankContext) -> None:

@@ -35,8 +35,10 @@ def run_replaced(
     Raises:
         WorkerFailed: One has raised an error, or none is left. All other processes have ended too.
     """
-    with supervised() as workers:
-        return _Replaced(workers, function, infos, restarts, log, args).results()
+    with supervised(lands=True) as workers:
+        replaced = _Replaced(workers, function, infos, restarts, log, args)
+        workers.let_land()
+        return replaced.results()
 
 
 class _Replaced:

@@ -1,0 +1,69 @@
+"""A look at the first loss of a job: whether somebody scales it, or computes it in float16.
+
+Gradients of a scaled loss have a factor that nothing here divides out: no error comes of it, but clipping, averages of
+raw gradients and SGD are wrong by it. A factor alone says nothing, because losses may have any. So one is told only if
+it is that of a `GradScaler` that lives in this process.
+"""
+
+import gc
+import logging
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.errors import UsageError
+
+_log = logging.getLogger("stretto")
+
+NEAREST = 16
+"""Nodes of the graph, the loss's own first, among which a scaler's factor is looked for."""
+
+
+def check_first_loss(loss: Tensor, where: object) -> None:
+    """Look through the graph of `loss`, before its backward pass.
+
+    Raises:
+        UsageError: A `GradScaler` has scaled it.
+    """
+    nodes = list(_graph(loss))
+    factors = [float(factor) for node in nodes[:NEAREST] for factor in _factors(node)]
+    if factors and (scale := next((scale for scale in _scales() if scale in factors), None)):
+        raise UsageError(
+            f"{where}: a GradScaler has multiplied the loss by {scale}, and nothing divides the gradients by it again: "
+            "remove the GradScaler, and use bfloat16 in the place of float16: it needs none"
+        )
+    if any(place.dtype is torch.float16 for node in nodes for place in getattr(node, "_input_metadata", ())):
+        _log.warning(
+            "%s: the loss is computed in float16, where small gradients become zero without loss scaling, which is not "
+            "supported: use bfloat16",
+            where,
+        )
+
+
+def _graph(loss: Tensor) -> Iterator[Any]:
+    """The nodes of a backward pass, those next to the loss first."""
+    waiting, seen = deque([loss.grad_fn]), {loss.grad_fn, None}
+    while waiting:
+        yield (node := waiting.popleft())
+        for before, _ in node.next_functions if node else ():
+            if before not in seen:
+                seen.add(before)
+                waiting.append(before)
+
+
+def _factors(node: Any) -> list[Tensor]:
+    """The numbers that a node multiplies by, if they may be a scaler's: scalar tensors that are not trained."""
+    if node.name() != "MulBackward0":
+        return []
+    factors = (getattr(node, "_saved_self", None), getattr(node, "_saved_other", None))
+    return [f for f in factors if f is not None and f.dim() == 0 and not f.requires_grad]
+
+
+def _scales() -> Iterator[float]:
+    """The factors of all `GradScaler`s of this process, apart from those that change nothing."""
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.amp.GradScaler) and (scale := thing.get_scale()) != 1:
+            yield scale

@@ -1,0 +1,82 @@
+"""Runtimes of a device that works after its host has called for it, and which runtime a job gets."""
+
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Protocol, TypeVar, runtime_checkable
+
+import torch
+
+from stretto.engine.runtime import (
+    InlineRuntime,
+    OnHost,
+    Pending,
+    Runtime,
+    ThreadRuntime,
+    Timer,
+    thread_of_lane,
+)
+from stretto.engine.streams import CudaStreams, Mark, OnStream, Streams, StreamTimer
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class BringsRuntime(Protocol):
+    """A process group with its own clock, such as a virtual cluster's: it provides the runtime of its lanes."""
+
+    def lane_runtime(self, *, overlaps: bool) -> Runtime:
+        """Return a runtime for one job's lane.
+
+        Args:
+            overlaps: Whether the lane runs beside the caller; otherwise work is performed when its result is taken.
+        """
+        ...
+
+
+def choose_runtime(group: object, device: torch.device, *, overlaps: bool) -> Runtime:
+    """Return the runtime for the communication lane of a job on `group`."""
+    if isinstance(group, BringsRuntime):
+        return group.lane_runtime(overlaps=overlaps)
+    if device.type != "cuda":
+        return ThreadRuntime(thread_of_lane(device)) if overlaps else InlineRuntime()
+    streams = CudaStreams(device)
+    return StreamRuntime(streams, thread_of_lane(device)) if overlaps else InlineOnDevice(streams)
+
+
+class _OnDevice(OnHost):
+    """Work that a device does after the host has called for it."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._last: Mark | None = None  # where the host has kept pace
+
+    def timer(self) -> Timer:
+        return StreamTimer(self._streams)
+
+    def keep_pace(self) -> None:
+        before, self._last = self._last, self._streams.mark()
+        if before is not None:
+            before.synchronize()
+
+
+class InlineOnDevice(_OnDevice, InlineRuntime):
+    """Performs work in the caller's thread and on its stream, when its result is taken."""
+
+
+class StreamRuntime(_OnDevice, ThreadRuntime):
+    """Performs work on one thread beside the caller, and on a stream beside the caller's stream.
+
+    Note [Streams] in `engine/streams.py` says who waits for whom.
+
+    Args:
+        streams: Of the device.
+        thread: Runs one piece of work after the other.
+    """
+
+    def __init__(self, streams: Streams, thread: Executor) -> None:
+        _OnDevice.__init__(self, streams)
+        ThreadRuntime.__init__(self, thread)
+
+    def spawn(self, work: Callable[[], T]) -> Pending[T]:
+        """Start `work` on the thread and the side stream, after everything spawned before."""
+        return OnStream(self._thread, self._streams, work)

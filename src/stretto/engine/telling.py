@@ -1,0 +1,67 @@
+"""What the other ranks are told where one leaves because of an error, and how long it waits until they have heard."""
+
+import time
+from collections.abc import Collection
+
+from stretto.engine.inquiry import ANSWER_SECONDS, closed_ranks
+from stretto.engine.watcher import Watcher
+from stretto.errors import (
+    CommunicationError,
+    NonFinite,
+    PeerSilent,
+    Quarantined,
+    RanksDisagree,
+    ReplicaNonFinite,
+    UnusedParameters,
+    WorkerDisagrees,
+)
+from stretto.groups.connections import Connection
+
+_POLL_SECONDS = 0.05
+"""Seconds between two questions who has heard why this rank leaves."""
+_SEEN_BY_ALL = (NonFinite, Quarantined, RanksDisagree, UnusedParameters)
+"""Errors that every rank finds and raises without being told, from the same round report or incidents."""
+_OF_ONE_WORKER = (ReplicaNonFinite, WorkerDisagrees)
+"""Those of them that only the ranks of one worker find."""
+
+
+def tell(
+    watcher: Watcher,
+    connections: Collection[Connection],
+    error: BaseException,
+    where: str,
+    *,
+    is_users: bool = False,
+) -> bool:
+    """Tell the other ranks why this one leaves.
+
+    Args:
+        watcher: Reads and writes the store.
+        connections: Of the job's group.
+        error: Why.
+        where: Rank and step.
+        is_users: Whether the user's code has raised it, so that its type says nothing about who knows of it.
+
+    Returns:
+        Whether the error was told: not one that came from another rank, nor one that every rank finds by itself.
+    """
+    known = isinstance(error, _SEEN_BY_ALL) and not isinstance(error, _OF_ONE_WORKER)
+    is_told = is_users or not (known or isinstance(error, CommunicationError))
+    if is_told:
+        watcher.say("failure", f"{where}: {type(error).__name__}: {error}", ANSWER_SECONDS)
+    if watcher.place.keeps_store and not (known and not is_told):
+        _await_hearing(watcher, connections, error)
+    return is_told
+
+
+def _await_hearing(watcher: Watcher, connections: Collection[Connection], error: BaseException) -> None:
+    """Wait until all who live have heard of an error, or left: the store ends with this process."""
+    deadline = time.monotonic() + ANSWER_SECONDS
+    gone = {*watcher.silent, *(error.ranks if isinstance(error, PeerSilent) else ())}
+    while watcher.look(ANSWER_SECONDS) and time.monotonic() < deadline:
+        gone.update(watcher.left, closed_ranks(watcher, connections))
+        for topic in ("heard", "failure", "death"):
+            gone.update(watcher.heard(topic))
+        if gone.issuperset(watcher.others):
+            return
+        time.sleep(_POLL_SECONDS)

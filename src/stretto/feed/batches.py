@@ -1,0 +1,266 @@
+"""Hands out batches to the user's loop, each once, and tells of the updates that they lead to."""
+
+import dataclasses
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias, TypeVar
+
+from torch import Tensor
+
+from stretto.echo.statistics import InputStatistics
+from stretto.engine import Job
+from stretto.engine.compute_lane import Until
+from stretto.feed import passes
+from stretto.records import Update
+
+Batch = TypeVar("Batch")
+NOTHING = object()
+"""What an exhausted loader gives."""
+Take: TypeAlias = Callable[[Iterator[Any], object], tuple[Any, int]]
+"""Takes a batch from an iterator, or gives what it is told where there is none; and tells which use of it that is."""
+
+
+@dataclasses.dataclass(slots=True)
+class Pass:
+    """One pass of this rank over a loader."""
+
+    loader: Iterable[Any]
+    batches: Iterator[Any]
+    length: int | None
+    """How many batches the loader says that it has."""
+    until: Until
+    position: int = 0
+    """Batches handed out since its beginning."""
+    num_fed: int = 0
+    """Those of them that no checkpoint lies behind."""
+    is_exhausted: bool = False
+    """Whether the loader was asked and had nothing."""
+    ahead: tuple[Any, int] | None = None
+    """A batch that came where the loader was asked once more, and which use of it that is."""
+    state: Any = None
+    """The loader's state before that; None for a loader without one."""
+    error: Exception | None = None
+    """What the loader raised where it was asked once more, to be raised when its next batch is due."""
+    is_same: bool = False
+    """Whether its iterator is that of the pass before, and may not have told the end of that one yet."""
+    has_ended: bool = False
+    """Whether all ranks have agreed on its end because of the data, and only land what is left."""
+
+    def take(self, take: Take) -> tuple[Any, int]:
+        """Return the next batch, or `NOTHING`, and which use of it that is; nobody is asked again after `NOTHING`."""
+        if self.error is not None:
+            raise self.error
+        if self.is_exhausted:
+            return NOTHING, 0
+        ahead, self.ahead = self.ahead, None
+        taken = take(self.batches, NOTHING) if ahead is None else ahead
+        if taken[0] is NOTHING and self.is_same:
+            taken = take(self.batches, NOTHING)
+        self.is_same, self.is_exhausted = False, taken[0] is NOTHING
+        return taken
+
+    def look_ahead(self, take: Take) -> bool:
+        """Ask the loader once more while a batch is in hand; return whether it has nothing."""
+        self.state = passes.state_before(self.loader)
+        try:
+            ahead = take(self.batches, NOTHING)
+        except Exception as error:  # the batch in hand comes before it
+            self.error = error
+            return False
+        if ahead[0] is NOTHING:
+            self.is_exhausted = True
+        else:
+            self.ahead = ahead
+        return self.is_exhausted
+
+    def hand_out(self) -> bool:
+        """Count a batch; return whether it is the last one by the loader's length."""
+        self.num_fed += 1
+        self.position += 1
+        return self.position == self.length
+
+    def end(self) -> None:
+        """All ranks have agreed on its end because of the data."""
+        self.has_ended = True
+
+
+class Batches(ABC):
+    """The batches of one job's rank, and the updates that they lead to.
+
+    What comes once in a pass, at its beginning and at its end, is the subclass's: `Feed`.
+
+    Args:
+        job: Of this rank.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.input = InputStatistics(job.compute.runtime.now)
+        self.has_begun = False
+        """Whether batches have ever been handed out here."""
+        self.num_samples = 1
+        """Of the batch that was handed out last."""
+        self._job = job
+        self._compute = job.compute
+        job.compute.hooks.mark.hold(self, job.compute.let_go)
+        lifetime = job.compute.lifetime
+        is_alone = lifetime.failures.world_size == 1  # and may catch what its loader raises
+        self._asking: Callable[[], AbstractContextManager[None]] = (
+            nullcontext if is_alone else functools.partial(lifetime.running, is_users=True)
+        )
+        """In this block the loader is asked; where it raises, other ranks are told at once, and the job ends."""
+        self._on_update: Callable[[Update], None] | None = None
+        self._next_phase: int | None = None
+        """The update after which another strategy takes over; None where none does."""
+        self._begin_phase: Callable[[], None] = lambda: None
+        """Called there, before anybody hears of that update."""
+        self._last_update: int | None = None
+        """After which to end."""
+        self._landed: list[Update] = []
+        """Updates that nobody has been told of."""
+        self._pass: Pass | None = None
+        """The one under way, or the last one."""
+        self._is_feeding = False
+
+    def expect_phase(self, step: int | None) -> None:
+        """Another strategy takes over after update `step`; none does where that is None."""
+        self._next_phase = step
+
+    def batches(
+        self,
+        loader: Iterable[Batch],
+        updates: int | None,
+        until: Until,
+        on_update: Callable[[Update], None] | None,
+    ) -> Iterator[Batch]:
+        """See `DataParallel.feed`."""
+        with self._compute.lifetime.running():
+            passes.check_arguments(loader, updates, until)
+            self._last_update, self._on_update, self.has_begun = updates, on_update, True
+            current = self._pass = self._begin_pass(loader, until)
+        self._is_feeding = True
+        try:
+            yield from self._hand_out(current)
+            with self._compute.lifetime.running():
+                self._end(current)
+        finally:
+            # One that was dropped may end after another has begun.
+            self._is_feeding &= self._pass is not current
+        self._on_update = None
+
+    def _hand_out(self, current: Pass) -> Iterator[Any]:
+        """Yield the batches of a pass until all ranks agree on its end."""
+        while True:
+            with self._compute.lifetime.running():
+                self._land_in_sight(self._last_update)
+                self.land_phase()  # a checkpoint may have brought its round
+            if self._is_over(current.until):
+                return
+            batch = self._next(current)
+            if batch is NOTHING:
+                with self._compute.lifetime.running():
+                    self._pass_rounds(current)
+                return
+            if current.num_fed and not self._compute.num_counted:
+                with self._compute.lifetime.running():  # a loop that calls loss.backward() trains nothing
+                    self._compute.accumulation.check_own(self._compute.where)
+            if current.hand_out():
+                batch = self._look_ahead(current, batch)
+            self.num_samples = num_samples(batch)
+            yield batch
+            if self._pass is not current:
+                with self._compute.lifetime.running():
+                    raise passes.one_at_a_time(self._compute.where)
+
+    def _next(self, current: Pass) -> Any:
+        """Return the next batch of a pass, or `NOTHING`."""
+        with self._asking():
+            batch, use = current.take(self.input.take)
+        if batch is not NOTHING:
+            self.input.begin_batch(use)
+        return batch
+
+    @abstractmethod
+    def _begin_pass(self, loader: Iterable[Any], until: Until) -> Pass:
+        """Begin a pass, or go on with the one that a checkpoint was saved in the end of."""
+
+    @abstractmethod
+    def _look_ahead(self, current: Pass, batch: Any) -> Any:
+        """Ask the loader once more while `batch`, the last by its length, is in hand; return that batch."""
+
+    @abstractmethod
+    def _pass_rounds(self, current: Pass) -> None:
+        """Take part in rounds without data until the agreed end."""
+
+    @abstractmethod
+    def _end(self, current: Pass) -> None:
+        """Land what is left on any rank, and show the committed parameters; all ranks come here at the same round."""
+
+    def arrived(self, update: Update | None) -> Update | None:
+        """Tell of the update that a micro-batch has brought, if it has; return it."""
+        told = None if update is None else self._tell(update)
+        self.land_phase()
+        return told
+
+    def land_phase(self) -> None:
+        """Land the last update of a phase once it is in sight."""
+        self._land_in_sight(self._next_phase)
+
+    def _tell(self, update: Update) -> Update:
+        """Return the update with what was taken from the loader, once `on_update` has heard of it."""
+        if self._next_phase is not None and self._compute.course.steps >= self._next_phase:
+            self._begin_phase()
+        if not self.has_begun:
+            return update
+        update = self.input.fill(update)
+        if self._on_update is not None:
+            self._on_update(update)
+        return update
+
+    def take_landed(self) -> list[Update]:
+        """Return the updates that nobody has been told of."""
+        updates, self._landed = self._landed, []
+        return updates
+
+    def _has_enough(self) -> bool:
+        return self._last_update is not None and self._compute.course.steps >= self._last_update
+
+    def _is_over(self, until: Until) -> bool:
+        """Return whether all ranks have agreed to end; the same on every rank at the same round."""
+        return self._has_enough() or self._compute.course.is_pass_over(until)
+
+    def _land_in_sight(self, last: int | None) -> None:
+        """Land rather than accumulate once the update `last` is in sight: what came behind would be lost."""
+        while last is not None and self._compute.course.steps < last <= self._compute.course.steps_in_sight:
+            self._keep(self._compute.fly())
+
+    def _keep(self, update: Update | None) -> None:
+        """Tell of an update that no call returns, now or when `finish` returns it."""
+        if update is not None:
+            update = self._tell(update)
+            self._landed += [] if self._on_update is not None else [update]
+
+
+def num_samples(batch: object) -> int:
+    """Return the length of the first tensor or array found in a batch, or 1: a record, for which no job may end."""
+    try:
+        return next(_lengths(batch), 1)
+    except Exception:  # a batch may be any object, with any attributes
+        return 1
+
+
+def _lengths(batch: object) -> Iterator[int]:
+    """Yield the length of every tensor and array in the containers of a batch; 1 for one without dimensions."""
+    if isinstance(batch, Tensor):
+        yield int(batch.size(0)) if batch.dim() else 1  # a nested one has no shape
+    elif isinstance(batch, Mapping):  # before it is asked for attributes, which may be its keys
+        yield from _lengths(list(batch.values()))
+    elif isinstance(batch, (list, tuple)):
+        for part in batch:
+            yield from _lengths(part)
+    elif isinstance(shape := getattr(batch, "shape", None), tuple):
+        if not shape or isinstance(shape[0], int):
+            yield shape[0] if shape else 1
+    elif dataclasses.is_dataclass(batch):
+        yield from _lengths([getattr(batch, field.name) for field in dataclasses.fields(batch)])

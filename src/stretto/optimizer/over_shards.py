@@ -1,0 +1,148 @@
+"""Steps of whole tensors whose rows the ranks of a node share.
+
+Note [Over shards]
+    The optimizer's own code steps `DTensor`s over the node's ranks: PyTorch brings together what that code multiplies
+    or adds up, as for an optimizer over FSDP2's parameters. Masters and state stay where they are; what is brought
+    together lives within a step. All ranks of a node step the same tensors in the same order: their shards are dealt to
+    owners alike (`stretto.flat.shards.dealt_numel`), and whether a parameter was used is known to all.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.flat import is_dtensor
+from stretto.optimizer.several import Several, members_of
+
+
+class OverShards(torch.optim.Optimizer):
+    """Steps some groups of an optimizer as the whole tensors of which their members are rows; others as they are.
+
+    Groups and state are held here, of this rank's tensors alone, and lent to the optimizer for a step.
+
+    Args:
+        inner: The optimizer.
+        whole: Indices of the groups whose tensors are whole ones' rows.
+        mesh: Returns a `DeviceMesh` of the node's ranks, of one dimension, whose group nobody else uses at the time of
+            a step. A function, because copies of an optimizer share it.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, whole: Collection[int], mesh: Callable[[], Any]) -> None:
+        super().__init__([{"params": []}], {})
+        self.inner, self.whole, self.mesh = inner, frozenset(whole), mesh
+        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure, so no loss
+        """Step what has a gradient; all ranks of the node must call, with the same tensors."""
+        self._step({}, [index for index in range(len(self.param_groups)) if index not in self.whole])
+        rows = [one for index in sorted(self.whole) for one in self._members(index)]
+        if rows:
+            self._step(dict(zip(rows, self._united(rows), strict=True)), sorted(self.whole))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what `state_dict` has returned, on this rank."""
+        self._lend()
+        self.inner.load_state_dict(state_dict)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "inner": self.inner, "whole": self.whole, "mesh": self.mesh}
+
+    def _lend(self) -> None:
+        self.inner.param_groups, self.inner.state = self.param_groups, self.state
+
+    def _members(self, index: int) -> list[Tensor]:
+        return [one for one in self.param_groups[index]["params"] if one.grad is not None]
+
+    def _step(self, united: Mapping[Tensor, Any], groups: Sequence[int]) -> None:
+        """Step the members of some groups, or what stands in their place, and take over their state."""
+        chosen = [one for index in groups for one in self._members(index)]
+        if not chosen:
+            return
+        self.inner.param_groups = [
+            {
+                **group,
+                "params": [united.get(one, one) for one in self._members(index)] if index in groups else [],
+            }
+            for index, group in enumerate(self.param_groups)
+        ]
+        self.inner.state = defaultdict(dict)
+        for one in chosen:
+            if state := self.state.get(one):
+                stands = united.get(one, one)
+                self.inner.state[stands] = {key: _united_entry(value, stands) for key, value in state.items()}
+        self.inner.step()
+        for one in chosen:
+            stands = united.get(one, one)
+            state = self.inner.state.get(stands, {})
+            self.state[one] = {key: _own_entry(value, stands) for key, value in state.items()}
+        self._lend()  # and nothing of what was brought together
+
+    def _united(self, rows: Sequence[Tensor]) -> list[Any]:
+        """Return the whole tensors, with their gradients, over the memory of these rows."""
+        counts = torch.tensor([one.shape[0] for one in rows], device=rows[0].device)
+        mesh = self.mesh()
+        dist.all_reduce(counts, group=mesh.get_group())
+        found = []
+        for one, count in zip(rows, counts.tolist(), strict=True):
+            shape = torch.Size((count, *one.shape[1:]))
+            united = _over(one, mesh, shape)
+            united.grad = _over(one.grad, mesh, shape)
+            found.append(united)
+        return found
+
+
+def over_shards(
+    optimizer: torch.optim.Optimizer, whole: Collection[int], group: dist.ProcessGroup, device: torch.device
+) -> torch.optim.Optimizer:
+    """Return an optimizer of the same settings that steps the tensors of some groups over the shards of a node.
+
+    Args:
+        optimizer: The user's, or several as one.
+        whole: Indices of the groups whose tensors stay whole.
+        group: Of the node's ranks, in the order of their rows.
+        device: Where the tensors are.
+    """
+    from torch.distributed.device_mesh import DeviceMesh  # with `DTensor` half a second to import
+
+    # PyTorch keeps what it has worked out for a mesh, and takes meshes of the same ranks and names for the same one:
+    # also FSDP2's, whose group is the compute lane's, and one of a job that has ended.
+    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(group.group_name,))
+    members, first = [], 0
+    for member in members_of(optimizer):
+        count = len(member.param_groups)
+        own = {index - first for index in whole if first <= index < first + count}
+        members.append(OverShards(member, own, lambda: mesh) if own else member)
+        first += count
+    return members[0] if len(members) == 1 else Several(members)
+
+
+def alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return what steps tensors of this rank alone, as the optimizer was before `over_shards`."""
+    members = [one.inner if isinstance(one, OverShards) else one for one in members_of(optimizer)]
+    return members[0] if len(members) == 1 else Several(members)
+
+
+def _over(rows: Tensor, mesh: Any, shape: torch.Size) -> Any:
+    """Return a tensor of which every rank of `mesh` holds rows, over the memory of this rank's."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(rows.detach(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+def _united_entry(value: Any, united: Any) -> Any:
+    """Return an entry of the state of rows as one of the whole tensor's."""
+    is_moment = isinstance(value, Tensor) and value.dim() and is_dtensor(united)
+    return _over(value, united.device_mesh, united.shape) if is_moment else value
+
+
+def _own_entry(value: Any, united: Any) -> Any:
+    """Return an entry of the state of a whole tensor as one of this rank's rows."""
+    if not is_dtensor(value):
+        return value
+    return (value.redistribute(placements=united.placements) if value.dim() else value).to_local()

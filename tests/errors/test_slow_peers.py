@@ -1,0 +1,144 @@
+"""Where a wait with a timeout ends the group, as on NCCL: what takes seconds on one rank or on the link ends right."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import stretto as st
+from stretto import checkpoint
+from stretto.checksums import digest_of_all
+from stretto.engine import Options
+from stretto.groups import Link
+from stretto_lab.observe import Stages
+from stretto_lab.plan import Machine
+from stretto_lab.plan.measure import Ranks, measure_task
+from tests.errors.tiny import tiny_model
+from tests.groups.nccl_like import ASKED, LATE, NCCL_LIKE, NcclLikeGroup, behind, register_behind_100mbit
+from tests.processes import run_ranks
+from tests.train.tiny import Tiny
+
+SECONDS = "4"
+"""For which the others wait: several looks around."""
+SECONDS_OF_A_CHECKPOINT = "5"
+LONG = timedelta(seconds=60)
+WIDTH, LAYERS, UPDATES = 1024, 5, 3
+"""20 MB of parameters, which take 1.7 s on 100 Mbit/s."""
+STRATEGIES = (st.ZeRO1(), st.ACCO(), st.DiLoCo(2, delay=1))
+
+
+def keep_waiting(seconds: str) -> None:
+    """Return once another rank has waited for this one for so long."""
+    store = dist.group.WORLD.get_group_store()
+    store.set(LATE, seconds)
+    store.wait([ASKED], LONG)
+
+
+def trained(
+    rank: int,
+    model: nn.Module,
+    width: int,
+    strategy: st.Strategy,
+    group: dist.ProcessGroup,
+    **on_the_way: Any,
+) -> int:
+    """Return a digest of what training gives; `on_the_way` is called after the updates that it names."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    parallel = st.DataParallel(model, optimizer, strategy, micro_batches=2, group=group)
+    generator = torch.Generator().manual_seed(rank)
+    while parallel.steps < UPDATES:
+        before = parallel.steps
+        parallel.backward(model(torch.randn(2, width, generator=generator)).square().mean())
+        if parallel.steps > before and (call := on_the_way.get(f"after_{parallel.steps}")) is not None:
+            call(parallel)
+    parallel.finish()
+    return digest_of_all([p.detach() for p in model.parameters()])
+
+
+def on_a_slow_link(rank: int, strategy: st.Strategy) -> tuple[int, int]:
+    """Train on Gloo, and behind a slow link with the last rank late."""
+
+    def large() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+
+    def is_late(_: st.DataParallel) -> None:
+        if rank == 1:
+            keep_waiting(SECONDS)
+
+    plain = trained(rank, large(), WIDTH, strategy, dist.group.WORLD)
+    link = behind(Link.parse("100mbit"))
+    return plain, trained(rank, large(), WIDTH, strategy, link, after_1=is_late)
+
+
+def test_a_model_of_20_mb_behind_100_mbit_with_a_rank_that_is_seconds_late() -> None:
+    with ThreadPoolExecutor(len(STRATEGIES)) as pool:  # side by side, as all they do is wait
+        found = list(pool.map(lambda strategy: run_ranks(2, on_a_slow_link, strategy), STRATEGIES))
+    assert [plain == slow for ranks in found for plain, slow in ranks] == [True] * 6
+
+
+class SlowLoader:
+    """A loader whose position takes one rank seconds to tell."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+
+    def state_dict(self) -> dict[str, int]:
+        """Its position."""
+        self._tell()
+        return {"position": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Nothing: it is not loaded."""
+
+
+def saves_for_seconds(rank: int, strategy: st.Strategy, folder: Path, in_background: bool) -> tuple[int, int]:
+    """Train on Gloo without checkpoints, and with one that keeps the last rank for seconds."""
+
+    def save(parallel: st.DataParallel) -> None:
+        loader = SlowLoader((lambda: keep_waiting(SECONDS_OF_A_CHECKPOINT)) if rank == 1 else lambda: None)
+        checkpoint.save(parallel, folder, loader=loader, async_save=in_background)
+
+    plain = trained(rank, tiny_model(), 4, strategy, dist.group.WORLD)
+    return plain, trained(rank, tiny_model(), 4, strategy, NcclLikeGroup(), after_1=save)
+
+
+def test_a_checkpoint_that_takes_one_rank_seconds(tmp_path: Path) -> None:
+    jobs = [(strategy, tmp_path / str(number), number % 2 == 0) for number, strategy in enumerate(STRATEGIES)]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        found = list(pool.map(lambda job: run_ranks(2, saves_for_seconds, *job), jobs))
+    assert [plain == saved for ranks in found for plain, saved in ranks] == [True] * 6
+    assert all(checkpoint.latest(folder) is not None for _, folder, _ in jobs)
+
+
+class LateLoader:
+    """A loader whose first batch takes one rank seconds."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        keep_waiting(SECONDS)
+        return iter(self._loader)
+
+
+def planned(rank: int) -> Machine:
+    task = Tiny(normed=False).build(rank, 2, 0, None)
+    if rank == 1:
+        task = dataclasses.replace(task, loader=LateLoader(task.loader))
+    ranks = Ranks(torch.device("cpu"), Options())
+    with Stages("plan", is_shown=False) as stages, ranks.together():
+        return measure_task(ranks, task, 2, 1, stages)
+
+
+def test_a_plan_behind_100_mbit_with_a_rank_that_is_seconds_late() -> None:
+    one, other = run_ranks(2, planned, backend=NCCL_LIKE, prepare=register_behind_100mbit)
+    assert one.link == other.link
+    assert one.link.bits_per_second == pytest.approx(1e8, rel=0.15)
