@@ -56,7 +56,6 @@ class LocalAtRest(LocalReplica):
                 self.exchange, own, report.changed, report.micro_batches, statistics.first
             )
             means = [found.get(index, value) for index, value in enumerate(statistics.agreed)]
-        # Where nobody has contributed since the departure, its averages are newer than what landed last.
         if (trip := self._arrived) is None:
             return means
         return newest_at_rest(self.exchange, statistics, means, trip.snapshot, trip.averages)

@@ -100,7 +100,7 @@ def newest_at_rest(
         statistics: This rank's.
         means: Of what ranks hold, where anybody has contributed since a departure; otherwise what was agreed on before.
         snapshot: This rank's at that departure.
-        averages: Of the ranks' snapshots, by index.
+        averages: Of the ranks' snapshots, by index; newer than what landed last, where nobody has contributed since.
     """
     is_older = [mean is agreed for mean, agreed in zip(means, statistics.agreed, strict=True)]
     newest = [averages.get(i, mean) if is_older[i] else mean for i, mean in enumerate(means)]
