@@ -334,8 +334,8 @@ def _planned(
 
 def _check_rows(parts: Parts, layout: Layout, num_shards: int) -> None:
     """Raise unless every shard has rows of the tensors that the ranks of a node step together."""
-    for slot in (one for one in layout.slots if one.is_whole and math.prod(one.whole_shape)):
-        rows = slot.whole_shape[0]
+    for slot in (one for one in layout.slots if one.is_whole and all(one.whole_shape)):
+        rows, *_ = slot.whole_shape
         if (num_shards - 1) * -(-rows // num_shards) >= rows:
             raise UnsupportedOptimizer(
                 f"{name_of(parts.optimizer)} steps {slot.name!r} as a whole, and of its {rows} rows some of the node's "

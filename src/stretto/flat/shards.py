@@ -48,4 +48,5 @@ def dealt_numel(tensor: Tensor) -> int:
     if not is_dtensor(tensor):
         return tensor.numel()
     rows, *rest = tensor.shape
-    return -(-rows // tensor.device_mesh.size()) * math.prod(rest)
+    shards: int = tensor.device_mesh.size()
+    return -(-rows // shards) * int(math.prod(rest))

@@ -91,7 +91,7 @@ class OverShards(torch.optim.Optimizer):
         for one, count in zip(rows, counts.tolist(), strict=True):
             shape = torch.Size((count, *one.shape[1:]))
             united = _over(one, mesh, shape)
-            united.grad = _over(one.grad, mesh, shape)
+            united.grad = None if one.grad is None else _over(one.grad, mesh, shape)
             found.append(united)
         return found
 

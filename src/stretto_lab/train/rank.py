@@ -187,11 +187,7 @@ def train_at(
     A process that has built its task before it joined gives that.
     """
     budget = budget_of(run, context.world_size)
-    task = _begun(context, run, progress, task)
-    mesh = placed(task, run, context.device)
-    if progress is not None:
-        size = sum(parameter.numel() for parameter in task.model.parameters())
-        progress.doing(f"data and model are ready: {size:,} parameters")
+    task, mesh = _begun(context, run, progress, task)
     loader = loader_of(run, task.loader, context.rank, context.group, budget)
     task = dataclasses.replace(task, loader=loader)
     totals = Totals(warmup_updates, baseline_bytes=peak_resident_bytes())
@@ -242,12 +238,19 @@ def train_at(
     )
 
 
-def _begun(context: RankContext, run: RunConfig[TaskT], progress: Progress | None, task: Task | None) -> Task:
-    """Return the task, built here unless it has been built before."""
+def _begun(
+    context: RankContext, run: RunConfig[TaskT], progress: Progress | None, task: Task | None
+) -> tuple[Task, Any]:
+    """Return the task on its device, built here unless it has been built before, and the mesh of `placed`."""
     if progress is not None:
         follows = "" if task is not None else ": reading data, building the model"
         progress.doing(f"workers have started on {context.device}{follows}")
-    return task or _built(run, context.rank, context.world_size)
+    task = task or _built(run, context.rank, context.world_size)
+    mesh = placed(task, run, context.device)
+    if progress is not None:
+        size = sum(parameter.numel() for parameter in task.model.parameters())
+        progress.doing(f"data and model are ready: {size:,} parameters")
+    return task, mesh
 
 
 def _built(run: RunConfig[TaskT], rank: int, world_size: int) -> Task:
