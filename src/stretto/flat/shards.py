@@ -47,6 +47,6 @@ def dealt_numel(tensor: Tensor) -> int:
     """Return how many elements a tensor counts for where whole ones are dealt to owners: as many on all shards."""
     if not is_dtensor(tensor):
         return tensor.numel()
-    rows, *rest = tensor.shape
+    shape: list[int] = list(tensor.shape)
     shards: int = tensor.device_mesh.size()
-    return -(-rows // shards) * int(math.prod(rest))
+    return -(-shape[0] // shards) * math.prod(shape[1:])
