@@ -128,7 +128,7 @@ class Case:
         """Bytes of small records, to each other rank."""
         ledger = ledger_of(self.strategy)
         reports = 1 if ledger.local else ledger.rounds
-        sizes = [record_dtype(num_slots, 0).itemsize + (ledger.outer_steps > 0)] * reports
+        sizes = [record_dtype(num_slots, 0).itemsize] * reports
         # Of the sum of two reductions, for the record of the update.
         sizes += [NORM] * (ledger.rounds > 1)
         if not self.options.verified:
