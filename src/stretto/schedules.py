@@ -3,15 +3,17 @@
 A schedule is a plain number, which never changes, or any function of an index. What the index counts is said where
 the schedule is used: an echo plan counts the updates that this rank has begun, `LocalSGD` counts rounds.
 
-Two functions are given here. With `u = min(1, index / steps)`:
+Three functions are given here. With `u = min(1, index / steps)`:
 
     Cosine       stop + (start - stop) (1 + cos(pi u)) / 2
     Linear       start + (stop - start) u
+    MultiStep    values[k] from milestones[k - 1] on
 
-As text: cosine(START,STOP[,UPDATES]) or linear(START,STOP[,UPDATES]). One that names no updates is as long as its
-run, which `over` says.
+As text: cosine(START,STOP[,UPDATES]), linear(START,STOP[,UPDATES]) or multistep(V0,UPDATE1,V1,...). One that names
+no updates is as long as its run, which `over` says.
 """
 
+import bisect
 import dataclasses
 import math
 import re
@@ -81,6 +83,27 @@ class Linear(Ramp):
 
 
 @dataclass(frozen=True, slots=True)
+class MultiStep:
+    """A number of constant values, one after the other."""
+
+    values: tuple[float, ...]
+    """The values in their order; one more than there are milestones."""
+    milestones: tuple[int, ...]
+    """The index at which each value but the first begins, in rising order."""
+
+    def __post_init__(self) -> None:
+        if len(self.values) != len(self.milestones) + 1 or list(self.milestones) != sorted(self.milestones):
+            raise ConfigError(
+                "MultiStep: expected rising milestones, and one value more than milestones, found values "
+                f"{self.values} and milestones {self.milestones}"
+            )
+
+    def __call__(self, index: int) -> float:
+        """Return the value at `index`."""
+        return self.values[bisect.bisect_right(self.milestones, index)]
+
+
+@dataclass(frozen=True, slots=True)
 class Along:
     """A ramp along a run whose number of steps is not known, but how much of it is done."""
 
@@ -113,7 +136,7 @@ def over(schedule: Schedule, length: Length | None) -> Schedule:
     return dataclasses.replace(schedule, steps=length)
 
 
-_FORM = re.compile(r"(cosine|linear)\(([-+.\deE,]+)\)")
+_FORM = re.compile(r"(cosine|linear|multistep)\(([-+.\deE,]+)\)")
 
 
 def parse_schedule(text: str) -> Schedule:
@@ -127,10 +150,12 @@ def parse_schedule(text: str) -> Schedule:
     match = _FORM.fullmatch(text.replace(" ", ""))
     if match is None:
         raise ConfigError(
-            f"cannot read the schedule {text!r}: expected cosine(START,STOP[,UPDATES]) or "
-            "linear(START,STOP[,UPDATES])"
+            f"cannot read the schedule {text!r}: expected cosine(START,STOP[,UPDATES]), linear(START,STOP[,UPDATES]) "
+            "or multistep(VALUE,UPDATE,VALUE,...)"
         )
     numbers = [float(read_value(number, float)) for number in match[2].split(",")]
+    if match[1] == "multistep":
+        return MultiStep(tuple(numbers[::2]), tuple(int(step) for step in numbers[1::2]))
     if len(numbers) not in (2, 3):
         raise ConfigError(f"{text!r}: expected START,STOP or START,STOP,UPDATES, found {len(numbers)} values")
     kind = Cosine if match[1] == "cosine" else Linear

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stretto import Auto, Bernoulli, DataParallel, EchoLoader, EchoOptions, Even, Ready, errors
-from stretto.echo import Cosine, Linear, Plan, StepRecord
+from stretto.echo import Cosine, Linear, MultiStep, Plan, StepRecord
 from stretto.echo.buffer import HeldBatch
 from stretto.echo.measured import free_uses
 from stretto.echo.text import parse_plan
@@ -125,6 +125,7 @@ def test_ranks_of_one_seed_decide_alike_whatever_their_data_and_their_speed(plan
 SCHEDULES: list[Plan] = [
     Even(Cosine(1, 4, 100)),
     Even(Linear(4, 1, 100)),
+    Even(MultiStep((1, 3, 2), (20, 70))),
     Even(lambda step: 1 + step % 3),
     Bernoulli(Cosine(1, 0.25, 100)),
     Bernoulli(Linear(0.25, 1, 100)),
@@ -157,6 +158,8 @@ def test_schedules_start_and_end_where_they_say() -> None:
         schedule = kind(1.0, 0.2, 10)
         assert (schedule(0), schedule(10), schedule(99)) == (1.0, 0.2, 0.2)
         assert schedule(5) == pytest.approx(0.6, rel=1e-12)
+    steps = MultiStep((1.0, 0.5, 0.2), (3, 6))
+    assert [steps(step) for step in (0, 2, 3, 5, 6, 99)] == [1.0, 1.0, 0.5, 0.5, 0.2, 0.2]
 
 
 def test_the_free_number_of_uses_is_what_loads_take_of_a_use() -> None:
@@ -209,6 +212,7 @@ def test_auto_measures_without_echo_freezes_and_is_even_from_there() -> None:
         (lambda: Ready(pool=0), "at least 1"),
         (lambda: Auto(window=3, skip=3), "skip < window"),
         (lambda: Cosine(1, 2, 0), "at least 1 step"),
+        (lambda: MultiStep((1.0,), (3,)), "one value more"),
         (lambda: EchoOptions(ahead=-1), "at least 0"),
         (lambda: EchoOptions(resume="refetc"), "resume='refetc'.* refetch, drop; did you mean 'refetch'?"),
         (lambda: EchoOptions(seed="1"), r"EchoOptions\(seed='1'\): expected an integer"),
@@ -238,6 +242,7 @@ def test_plans_are_read_from_one_line() -> None:
     assert parse_plan("even:uses=2.5") == Even(2.5)
     assert parse_plan("bernoulli:p=cosine(1,0.25)", updates=70) == Bernoulli(Cosine(1, 0.25, 70))
     assert parse_plan("bernoulli:p=0.5:max_uses=6") == Bernoulli(0.5, 6)
+    assert parse_plan("even:uses=multistep(1,20,3,70,2)") == Even(MultiStep((1, 3, 2), (20, 70)))
     assert parse_plan("even:uses=linear(4,1,9)") == Even(Linear(4, 1, 9))
     assert parse_plan("ready:pool=4:max_uses=3") == Ready(4, 3)
     assert parse_plan("auto:window=9") == Auto(window=9)

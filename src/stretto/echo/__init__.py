@@ -9,7 +9,7 @@ from stretto.echo.loader import EchoLoader
 from stretto.echo.measured import Auto, Diagnosis, diagnose
 from stretto.echo.plans import Bernoulli, Even, Plan, Ready, Selector, StepRecord
 from stretto.echo.state import EchoOptions
-from stretto.schedules import Cosine, Linear, Schedule
+from stretto.schedules import Cosine, Linear, MultiStep, Schedule
 
 __all__ = [
     "Auto",
@@ -20,6 +20,7 @@ __all__ = [
     "EchoOptions",
     "Even",
     "Linear",
+    "MultiStep",
     "Plan",
     "Ready",
     "Schedule",
