@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from turns import Training, Updating, begin_worker, launch, measure, ratios, show, write
 
 from stretto_lab.recipes import StdlibGPT
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.configuration import RunConfig
-from stretto_lab.train.shards import units
+from stretto_lab.train.shards import cut
 
 NODES, SHARDS = 2, 2
 HSDP = "torch-hsdp"
@@ -45,12 +44,7 @@ class Hsdp:
     def __init__(self, run: RunConfig[StdlibGPT]) -> None:
         task = run.task.build(dist.get_rank(), dist.get_world_size(), 0, None)
         mesh = init_device_mesh("cpu", (NODES, SHARDS), mesh_dim_names=("node", "shard"))
-        names = {parameter: name for name, parameter in task.model.named_parameters()}
-        for unit in (*units(task.model), task.model):
-            fully_shard(unit, mesh=mesh)
-        shards = dict(task.model.named_parameters())
-        for group in task.optimizer.param_groups:
-            group["params"] = [shards[names[parameter]] for parameter in group["params"]]
+        cut(task, mesh, torch.device("cpu"))
         self._task, self._micro_batches = task, run.micro_batches
         self._batches = itertools.chain.from_iterable(itertools.repeat(task.loader))
 

@@ -44,7 +44,7 @@ from stretto.exchange import (
 )
 from stretto.exchange.transfer import Wait
 from stretto.exchange.verified import VerifiedTwoLevelExchange
-from stretto.flat import Layout, check_parameters, original_name, plan_layout, shard_of
+from stretto.flat import Layout, check_parameters, most_rows, original_name, plan_layout, shard_of
 from stretto.groups import may_wait_again, part_of
 from stretto.guards import Guard
 from stretto.guards.fitting import check_guards
@@ -336,7 +336,7 @@ def _check_rows(parts: Parts, layout: Layout, num_shards: int) -> None:
     """Raise unless every shard has rows of the tensors that the ranks of a node step together."""
     for slot in (one for one in layout.slots if one.is_whole and all(one.whole_shape)):
         rows, *_ = slot.whole_shape
-        if (num_shards - 1) * -(-rows // num_shards) >= rows:
+        if (num_shards - 1) * most_rows(rows, num_shards) >= rows:
             raise UnsupportedOptimizer(
                 f"{name_of(parts.optimizer)} steps {slot.name!r} as a whole, and of its {rows} rows some of the node's "
                 f"{num_shards} shards have none: expected a row for each; give it to an optimizer that works element "

@@ -11,7 +11,7 @@ from stretto.flat.layout import (
 )
 from stretto.flat.owned import Block, Owned, Slices
 from stretto.flat.parted import Fragments, PartedTensor, Shares
-from stretto.flat.shards import Shard, dealt_numel, is_dtensor, shard_of
+from stretto.flat.shards import Shard, dealt_numel, is_dtensor, most_rows, shard_of
 from stretto.flat.whole import ALIGNMENT
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "check_parameters",
     "dealt_numel",
     "is_dtensor",
+    "most_rows",
     "original_name",
     "plan_layout",
     "shard_of",

@@ -39,7 +39,7 @@ def shard_of(tensor: Tensor) -> tuple[Tensor, Shard | None]:
         local: Tensor = tensor.to_local()
     rows, *rest = tensor.shape
     mesh = tensor.device_mesh
-    first = min(rows, mesh.get_local_rank() * -(-rows // mesh.size()))  # as `torch.chunk` cuts them
+    first = min(rows, mesh.get_local_rank() * most_rows(rows, mesh.size()))
     return local, Shard(tuple(local.shape), first * math.prod(rest), tuple(tensor.shape))
 
 
@@ -47,6 +47,11 @@ def dealt_numel(tensor: Tensor) -> int:
     """Return how many elements a tensor counts for where whole ones are dealt to owners: as many on all shards."""
     if not is_dtensor(tensor):
         return tensor.numel()
-    shape: list[int] = list(tensor.shape)
-    shards: int = tensor.device_mesh.size()
-    return -(-shape[0] // shards) * math.prod(shape[1:])
+    rows, *rest = tensor.shape
+    numel: int = most_rows(rows, tensor.device_mesh.size()) * math.prod(rest)
+    return numel
+
+
+def most_rows(rows: int, shards: int) -> int:
+    """Return how many rows the first shard has, as `torch.chunk` cuts; later ones may have fewer, or none."""
+    return -(-rows // shards)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.flat import is_dtensor
-from stretto.optimizer.several import Several, members_of
+from stretto.optimizer.several import as_one, members_of
 
 
 class OverShards(torch.optim.Optimizer):
@@ -118,13 +118,15 @@ def over_shards(
         own = {index - first for index in whole if first <= index < first + count}
         members.append(OverShards(member, own, lambda: mesh) if own else member)
         first += count
-    return members[0] if len(members) == 1 else Several(members)
+    one: torch.optim.Optimizer = as_one(members)
+    return one
 
 
 def alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return what steps tensors of this rank alone, as the optimizer was before `over_shards`."""
-    members = [one.inner if isinstance(one, OverShards) else one for one in members_of(optimizer)]
-    return members[0] if len(members) == 1 else Several(members)
+    members = [member.inner if isinstance(member, OverShards) else member for member in members_of(optimizer)]
+    one: torch.optim.Optimizer = as_one(members)
+    return one
 
 
 def _over(rows: Tensor, mesh: Any, shape: torch.Size) -> Any:

@@ -98,7 +98,7 @@ def open_handle(
         scheduler: Turned at every committed update.
         group: Of all ranks; None is torch's default group.
         budget: Along which rates of averages change that name no steps.
-        mesh: Of `train.shards.cut`, where the model is sharded inside nodes.
+        mesh: Of `train.shards.placed`, where the model is sharded inside nodes.
 
     Raises:
         ConfigError: Settings contradict each other, or do not fit the model or the optimizer.

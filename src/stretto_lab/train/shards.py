@@ -38,7 +38,6 @@ def placed(task: Task, job: Job[TaskT], device: torch.device) -> Any:
         model.to(device)
         return None
     from torch.distributed.device_mesh import init_device_mesh  # with FSDP2 half a second to import
-    from torch.distributed.fsdp import fully_shard
 
     choices = BufferChoices.read(job.buffers)
     if any(choices.of(name) != "alone" for name in _running_statistics(model)):
@@ -48,20 +47,26 @@ def placed(task: Task, job: Job[TaskT], device: torch.device) -> Any:
         )
     shape = (dist.get_world_size() // job.shard, job.shard)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("node", "shard"))
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for unit in (*units(model), model):
-        fully_shard(unit, mesh=mesh["shard"])  # moves to the device what it cuts
-    model.to(device)
-    shards = dict(model.named_parameters())
-    for group in task.optimizer.param_groups:
-        group["params"] = [shards[names[parameter]] for parameter in group["params"]]
+    cut(task, mesh["shard"], device)
     return mesh
 
 
-def units(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield what `placed` has FSDP2 gather by itself, beside the whole model."""
+def cut(task: Task, mesh: Any, device: torch.device) -> None:
+    """Let FSDP2 cut the model of a task over `mesh`, on `device`, and give its optimizer the shards; see `placed`."""
+    from torch.distributed.fsdp import fully_shard
+
+    names = {parameter: name for name, parameter in task.model.named_parameters()}
+    for unit in (*_units(task.model), task.model):
+        fully_shard(unit, mesh=mesh)  # moves to the device what it cuts
+    task.model.to(device)
+    shards = dict(task.model.named_parameters())
+    for group in task.optimizer.param_groups:
+        group["params"] = [shards[names[parameter]] for parameter in group["params"]]
+
+
+def _units(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
-        yield from child if isinstance(child, nn.ModuleList) else units(child)
+        yield from child if isinstance(child, nn.ModuleList) else _units(child)
 
 
 def _running_statistics(model: nn.Module) -> Iterator[str]:
