@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from stretto import ACCO, DDP, AtRest, DataParallel, DiLoCo, Options, ReplicaGuard, ZeRO1, checkpoint
 from stretto.errors import UnsupportedOptimizer
 from stretto.optimizer import as_one
+from tests.optimizer.written import Lars
 from tests.processes import run_ranks
 from tests.sharded.jobs import (
     STRATEGIES,
@@ -41,39 +43,20 @@ def beside(other: Any, kind: type[torch.optim.Optimizer], prefixes: tuple[str, .
     return as_one([kind(chosen.values(), lr=0.02), other(rest)])
 
 
-class Normed(torch.optim.Optimizer):
-    """Momentum in steps of one length, in float32: as Muon it needs whole matrices, and rounds less."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:
-        for group in self.param_groups:
-            for one in group["params"]:
-                if one.grad is None:
-                    continue
-                state = self.state[one]
-                if not state:
-                    state["velocity"] = torch.zeros_like(one)
-                velocity = state["velocity"].mul_(0.9).add_(one.grad)
-                one.sub_(group["lr"] * velocity / velocity.norm())
-
-
 adamw = functools.partial(torch.optim.AdamW, lr=0.01)
 muon = functools.partial(beside, adamw, torch.optim.Muon, ("mix", "back"))
-normed = functools.partial(
-    beside, functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9), Normed, ("mix", "back")
+lars = functools.partial(
+    beside, functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9), Lars, ("mix", "back")
 )
 INT8 = 0.02
 """A tenth of what training changes: blocks are cut elsewhere, and int8 rounds to a 254th of the largest in each."""
 PACKED = Options(bucket_bytes=512, wire="int8", clip_norm=0.5)
 CASES = {
-    **{one.name: Case(strategy=one, optimizer=normed) for one in STRATEGIES},
-    "zero1, rows that do not divide": Case(optimizer=normed, width=11),
-    "acco, rows that do not divide": Case(strategy=ACCO(), optimizer=normed, width=11),
-    "acco on int8": Case(strategy=ACCO(), optimizer=normed, options=PACKED),
-    "diloco on int8": Case(strategy=DiLoCo(interval=2, fragments=2), optimizer=normed, options=PACKED),
+    **{one.name: Case(strategy=one, optimizer=lars) for one in STRATEGIES},
+    "zero1, rows that do not divide": Case(optimizer=lars, width=11),
+    "acco, rows that do not divide": Case(strategy=ACCO(), optimizer=lars, width=11),
+    "acco on int8": Case(strategy=ACCO(), optimizer=lars, options=PACKED),
+    "diloco on int8": Case(strategy=DiLoCo(interval=2, fragments=2), optimizer=lars, options=PACKED),
 }
 
 
@@ -95,6 +78,33 @@ def as_others_do(rank: int) -> dict[str, float]:
 def test_muon_over_shards_is_what_it_is_over_whole_models_and_in_pytorch_to_the_bit() -> None:
     for found in run_ranks(WORLD_SIZE, as_others_do):
         assert found == dict.fromkeys(found, 0.0)
+
+
+def dealt(rank: int) -> list[list[tuple[int, ...]]]:
+    """Of random jobs: set, place and bucket of every matrix that stays whole."""
+    draws, found = random.Random(72), []
+    for _ in range(12):
+        nodes, shards = draws.choice([(2, 2), (1, WORLD_SIZE)])
+        strategy = draws.choice([ZeRO1(), ACCO(), DDP()])
+        options = Options(bucket_bytes=draws.choice([256, 512, 4096]))
+        width = draws.randint(13, 40)
+        case = Case(strategy=strategy, optimizer=lars, options=options, width=width)
+        _, parallel = sharded(case, nodes, shards)
+        layout = parallel.job.layout
+        whole_sets = {slot.set_index for slot in layout.slots if slot.is_whole}
+        places = [(slot.index, slot.set_index, slot.start) for slot in layout.slots if slot.is_whole]
+        buckets = [
+            (one.set_index, one.start, one.numel) for one in layout.buckets if one.set_index in whole_sets
+        ]
+        found.append([*places, *buckets])
+        parallel.finish()
+    return found
+
+
+def test_all_ranks_deal_whole_tensors_alike_however_many_rows_they_hold() -> None:
+    first, *others = run_ranks(WORLD_SIZE, dealt)
+    assert all(first)
+    assert others == [first] * len(others)
 
 
 def under_guards(rank: int) -> dict[str, bool]:
