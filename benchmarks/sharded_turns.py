@@ -31,11 +31,12 @@ ARMS = (
     HSDP,
     HSDP,
     "zero1",
-    "acco:wire=int4",
     "diloco:wire=int4",
     "diloco:delay=4:wire=int4",
 )
 """DiLoCo with its defaults, and with some updates for an outer step to travel."""
+WARM_UP_TURNS_OF_MANY = 1
+"""First turns that are left out, of ten updates each."""
 
 
 class Hsdp:
@@ -71,9 +72,9 @@ def work(options: argparse.Namespace, rate: str, number: int) -> None:
     task = StdlibGPT(size=options.size, batch=options.batch, evaluation_windows=1)
     run = RunConfig(task=task, micro_batches=options.micro_batches, shard=SHARDS)
     jobs: dict[str, Updating] = {}
-    for text in ARMS:
+    for text in options.arms:
         jobs[text + ", its twin" * (text in jobs)] = job_of(text, run)
-    found = measure(jobs, options.seconds, options.updates)
+    found = measure(jobs, options.seconds, options.updates, WARM_UP_TURNS_OF_MANY)
     if dist.get_rank() == 0:
         table = ratios(found)
         show(rate, table)
@@ -81,10 +82,12 @@ def work(options: argparse.Namespace, rate: str, number: int) -> None:
     dist.destroy_process_group()
 
 
-def on_own_free_link(out: Path, rates: list[str], launches: int) -> dict[str, dict[str, Any]]:
+def on_own_free_link(
+    out: Path, rates: list[str], launches: int, arms: list[str]
+) -> dict[str, dict[str, Any]]:
     """Return by rate and job: seconds of an update over those in the launch before with the first rate."""
     found: dict[str, dict[str, Any]] = {rate: {} for rate in rates[1:]}
-    for rate, name in itertools.product(rates[1:], dict.fromkeys(ARMS)):
+    for rate, name in itertools.product(rates[1:], dict.fromkeys(arms)):
         by_launch = []
         for number in range(launches):
             slow, free = (
@@ -103,12 +106,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--arms", nargs="+", default=list(ARMS), help="the first is what others are compared with"
+    )
     parser.add_argument("--rates", nargs="+", default=["none", "100mbit"], help="free links first")
-    parser.add_argument("--launches", type=int, default=3, help="at each rate")
+    parser.add_argument("--launches", type=int, default=2, help="at each rate")
     parser.add_argument("--size", default="2m")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--micro-batches", type=int, default=4, help="per rank and update")
-    parser.add_argument("--seconds", type=float, default=120.0, help="of a launch, without warm-up")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--micro-batches", type=int, default=2, help="per rank and update")
+    parser.add_argument("--seconds", type=float, default=110.0, help="of a launch, without warm-up")
     parser.add_argument(
         "--updates", type=int, default=10, help="of a job in one turn: those between outer steps"
     )
@@ -121,7 +127,7 @@ def main() -> None:
     for number, rate in itertools.product(range(options.launches), options.rates):
         words = [*sys.argv[1:], "--rates", rate, "--number", str(number)]
         launch(NODES, rate, words, SHARDS)
-    over = on_own_free_link(options.out, options.rates, options.launches)
+    over = on_own_free_link(options.out, options.rates, options.launches, options.arms)
     write(options.out / "over-free-links.json", ratios=over)
 
 

@@ -80,23 +80,25 @@ class Training:
         self._handle.finish()
 
 
-def measure(jobs: Mapping[str, Updating], seconds: float, updates: int) -> dict[str, list[Taken]]:
+def measure(
+    jobs: Mapping[str, Updating], seconds: float, updates: int, warm_up: int = WARM_UP_TURNS
+) -> dict[str, list[Taken]]:
     """Return what every arm took, by turn, for about `seconds`; all ranks must call. The jobs have ended then."""
     order = collections.deque(jobs)
     found: dict[str, list[Taken]] = {name: [] for name in jobs}
     end = torch.zeros(1)
     turn, started = 0, 0.0
     while not end:
-        if turn == WARM_UP_TURNS:
+        if turn == warm_up:
             started = time.perf_counter()
         for name in order:
             taken = _take(jobs[name], updates)
-            if turn >= WARM_UP_TURNS:
+            if turn >= warm_up:
                 found[name].append(taken)
         turn += 1
         order.rotate(-1)
         # Rank 0's clock decides for all.
-        end[0] = turn > WARM_UP_TURNS and time.perf_counter() - started >= seconds
+        end[0] = turn > warm_up and time.perf_counter() - started >= seconds
         dist.broadcast(end, 0)
     for job in jobs.values():
         job.finish()

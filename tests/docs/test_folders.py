@@ -1,5 +1,6 @@
 """The folder table of docs/architecture.md is the import contract, in its order."""
 
+import re
 import tomllib
 
 from tests.docs.pages import DOCS, ROOT, table
@@ -20,3 +21,12 @@ def test_every_part_of_the_package_has_a_row() -> None:
     parts = {path.stem for path in paths if path.suffix in ("", ".py") and path.name[0] != "_"}
     rows = table(DOCS / "architecture.md", "tests/docs/test_folders.py")
     assert parts <= {row["place"].strip("`") for row in rows}
+
+
+def test_every_file_that_the_page_sends_a_reader_to_is_there_once() -> None:
+    named = re.findall(
+        r"`([\w/]+\.py)`", str(table(DOCS / "architecture.md", "tests/docs/test_folders.py, files"))
+    )
+    found = {name: list((ROOT / "src").glob(f"*/{name}")) for name in named}
+    assert len(named) >= 20
+    assert {name: len(files) for name, files in found.items()} == dict.fromkeys(named, 1)
