@@ -59,9 +59,10 @@ def check_loader(loader: object) -> None:
     Raises:
         ConfigError: It has no state, as PyTorch's own `DataLoader` has none.
     """
-    if loader is not None and not all(
+    has_state = not isinstance(loader, type) and all(
         callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict")
-    ):
+    )
+    if loader is not None and not has_state:
         raise ConfigError(
             f"loader: a {type(loader).__name__} has no state_dict() and load_state_dict(), so nobody can save its "
             "position: expected torchdata.stateful_dataloader.StatefulDataLoader in the place of a DataLoader, which "

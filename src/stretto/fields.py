@@ -68,7 +68,7 @@ def check_fields(record: Any) -> None:
         if not _fits(value, kind):
             hint = did_you_mean(value, _words(kind)) if isinstance(value, str) else ""
             raise ConfigError(
-                f"{type(record).__name__}({name}={_shown(value)}): expected {_described(_members(kind))}{hint}"
+                f"{type(record).__name__}({name}={shown(value)}): expected {_described(_members(kind))}{hint}"
             )
 
 
@@ -221,7 +221,8 @@ def _name(kind: Any, names: Mapping[Any, str]) -> str:
     return f"a {origin.__name__}[{held}]" if items else f"an instance of {origin.__name__}"
 
 
-def _shown(value: Any) -> str:
+def shown(value: object) -> str:
+    """Return a value as messages show it: in one line, and not all of a long one."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 

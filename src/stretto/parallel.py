@@ -11,11 +11,11 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.continuation import Continuation
-from stretto.engine import Clock, Job, Options, Total
+from stretto.engine import Clock, Job, Options, Total, misuse
 from stretto.engine.accumulation import check_loss, check_weight
 from stretto.engine.failures import BACKEND_MARGIN_SECONDS
 from stretto.engine.round import Weighed, weighed
-from stretto.engine.state import JobState, State
+from stretto.engine.state import JobState, State, load_given
 from stretto.errors import ConfigError
 from stretto.feed import Batch, feed_of, num_samples
 from stretto.groups.launcher import join_launched_group
@@ -217,6 +217,7 @@ class DataParallel:
         with self._compute.lifetime.running():
             if self._phases:
                 self.feeding.land_phase()
+            misuse.check_callable(loss_function, "micro_batch", "a function of a batch, and then the batch")
             self._compute.before_micro_batch()
             for listener in self._compute.model.listeners:
                 listener.micro_batch_begins(loss_function, batch)
@@ -237,6 +238,7 @@ class DataParallel:
         """
         with self._compute.lifetime.running():
             weight = check_weight(weight, self._compute.where)
+            loss = None if loss is None else misuse.read_recorded_loss(loss, self._compute.where)
             self._compute.accumulation.set_apart()  # a take-off makes every other .grad a view
             self._compute.take_off_if_ready()
             self._compute.check_untouched()
@@ -340,7 +342,7 @@ class DataParallel:
         """
         with self._compute.lifetime.running():
             self._compute.check_between_updates("load_state_dict()")
-            JobState(self.job).load(state)
+            load_given(self.job, state)
             self.enter_phase(self.steps)
             self._compute.began_again()
 
@@ -387,7 +389,11 @@ class DataParallel:
 
     def fail(self, error: BaseException) -> None:
         """Tell all ranks that this one ends because of `error`, and end the job here."""
+        misuse.check_exception(error)
         self._compute.lifetime.fail(error, is_users=True)  # one of the library's has ended the job before
+
+    def __reduce_ex__(self, _: object) -> Any:
+        raise misuse.job_copied()
 
     def __enter__(self) -> Self:
         return self
@@ -410,7 +416,8 @@ class DataParallel:
         return self._count(weight, loss.reshape(()), samples)
 
     def _count(self, weight: float, loss: Tensor | None, samples: int | None) -> Update | None:
-        samples = self.feeding.num_samples if samples is None else samples
+        where = self._compute.where
+        samples = self.feeding.num_samples if samples is None else misuse.read_samples(samples, where)
         fresh = self.feeding.input.note(loss, weight, samples) if self.feeding.has_begun else samples
         update = self._compute.count(weight, loss, samples, fresh)
         return self.feeding.arrived(update) if self.feeding.has_begun or self._phases else update

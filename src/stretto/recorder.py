@@ -5,6 +5,7 @@ object per line. `tensorboard/` has a curve for each number.
 """
 
 import math
+import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,8 @@ from typing import Any, Self
 import torch
 
 from stretto.disk import writing_to
-from stretto.errors import MissingExtra, UsageError
+from stretto.errors import ConfigError, MissingExtra, UsageError
+from stretto.fields import shown
 from stretto.groups import own_rank
 from stretto.json_lines import JsonLines, append_json_line, read_json_lines, replace_json
 from stretto.machine import describe_environment, most_bytes
@@ -160,7 +162,14 @@ class Recorder:
         tensorboard: bool = False,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        self._folder = Path(folder)
+        if job is not None and not isinstance(job, DataParallel):
+            raise ConfigError(f"Recorder(job={shown(job)}): expected a DataParallel, or None")
+        if not isinstance(settings, Mapping | None):
+            raise ConfigError(f"Recorder(settings={shown(settings)}): expected values by name, or None")
+        try:
+            self._folder = Path(folder)
+        except TypeError as error:
+            raise ConfigError(f"Recorder({shown(folder)}): expected the path of a folder") from error
         self._job = job
         self._tensorboard = tensorboard
         self._settings = dict(settings or {})
@@ -180,6 +189,8 @@ class Recorder:
 
     def __call__(self, update: Update) -> None:
         """Record an update; this is what `feed(on_update=...)` calls."""
+        if not isinstance(update, Update):
+            raise UsageError(f"{self._folder}: expected an Update to record, found {shown(update)}")
         self._begin(update.step - 1)
         self._step = update.step
         for writer in self._writers:
@@ -201,9 +212,16 @@ class Recorder:
             )
         if step is None:
             step = self._step if self._job is None else self._job.steps
+        try:
+            step, heldout_loss = operator.index(step), float(heldout_loss)
+        except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+            raise UsageError(
+                f"{self._folder}: evaluated({shown(heldout_loss)}, step={shown(step)}): expected a loss, and a number "
+                "of updates"
+            ) from error
         self._begin(step)
         for writer in self._writers:
-            writer.evaluated(step, float(heldout_loss), self._seconds)
+            writer.evaluated(step, heldout_loss, self._seconds)
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ OF_OTHERS = {
     "prepare_optimizer": ("integrations", "a method of Accelerate, which Trainer calls"),
     "backward": ("integrations", "as above"),
     "frequency": ("integrations", "Lightning's record of a scheduler"),
+    "should_stop": ("integrations", "Lightning's flag, which callbacks set"),
 }
 """Attributes that are set although their classes are not ours: in which folder of the library, and why."""
 BY_NAME = {

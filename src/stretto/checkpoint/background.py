@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from stretto.checkpoint.ranks import Ranks
+from stretto.checkpoint.ranks import Ranks, check_job
 from stretto.engine.on_device import choose_runtime
 from stretto.engine.round import Listener
 from stretto.errors import CheckpointError
@@ -113,6 +113,7 @@ def wait(parallel: DataParallel) -> None:
         CheckpointError: The save has failed; the job can go on.
         CommunicationError: A rank died, raised or fell silent.
     """
+    check_job(parallel)
     listeners = parallel.job.model.listeners
     for one in [one for one in listeners if isinstance(one, BackgroundSave)]:
         with parallel.between_updates("a checkpoint"):
@@ -132,5 +133,6 @@ def check(parallel: DataParallel) -> bool:
     Raises:
         CheckpointError: The last one has failed, and nobody was told; the job can go on.
     """
+    check_job(parallel)
     saves = [one for one in parallel.job.model.listeners if isinstance(one, BackgroundSave)]
     return any([one.check() for one in saves])

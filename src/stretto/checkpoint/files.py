@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stretto.checkpoint.manifest import FILE, Manifest
-from stretto.errors import CheckpointError
+from stretto.errors import CheckpointError, ConfigError
+from stretto.fields import shown
 
 _NAME = re.compile(r"\d{6,}-step-\d+")
 _WRITING, _REMOVING = ".writing-", ".removing-"
@@ -26,7 +27,19 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
 
     Completeness means that every file is there in full length. Damage inside them shows when it is loaded.
     """
-    return next(complete(Path(directory)), None)
+    return next(complete(directory), None)
+
+
+def folder_of(given: object) -> Path:
+    """Return a folder's path.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    try:
+        return Path(given)  # type: ignore[arg-type]  # is it one?
+    except TypeError as error:
+        raise ConfigError(f"directory: expected the path of a folder, found {shown(given)}") from error
 
 
 def find(directory: Path) -> Path:
@@ -47,7 +60,7 @@ def find(directory: Path) -> Path:
     return candidates[0]
 
 
-def complete(directory: Path) -> Iterator[Path]:
+def complete(directory: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield the complete checkpoints, the last one first."""
     for path in newest_first(directory):
         try:
@@ -104,14 +117,15 @@ def prune(directory: Path, keep: int) -> None:
         _remove(removing)
 
 
-def newest_first(directory: Path) -> list[Path]:
+def newest_first(directory: str | os.PathLike[str]) -> list[Path]:
     """Return everything in `directory` that has the name of a checkpoint, the one that was written last first.
 
     Raises:
         CheckpointError: The folder cannot be read.
     """
+    folder = folder_of(directory)
     try:
-        paths = [path for path in directory.iterdir() if path.is_dir()] if directory.is_dir() else []
+        paths = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be read: {error.strerror}") from error
     return sorted((path for path in paths if _NAME.fullmatch(path.name)), key=_serial, reverse=True)

@@ -13,11 +13,13 @@ from stretto.checkpoint import files as folder
 from stretto.checkpoint.background import wait
 from stretto.checkpoint.manifest import METADATA, Manifest
 from stretto.checkpoint.pieces import LoadPlanner, Reader
-from stretto.checkpoint.ranks import Ranks
+from stretto.checkpoint.ranks import Ranks, check_job
 from stretto.checkpoint.save import file_digest
 from stretto.continuation import Loader, check_loader
+from stretto.engine.misuse import check_callable
 from stretto.engine.state import State
-from stretto.errors import CheckpointError, ForeignCheckpoint, TornCheckpoint
+from stretto.errors import CheckpointError, ConfigError, ForeignCheckpoint, TornCheckpoint
+from stretto.fields import shown
 from stretto.held import Held, Holding, check_whole
 from stretto.optimizer import name_of
 from stretto.packed import unpack
@@ -54,6 +56,7 @@ def hold(parallel: DataParallel, *, loader: Loader | None = None, extra: Any = N
     Raises:
         OutOfTurn: An update is under way.
     """
+    check_job(parallel)
     check_loader(loader)
     with parallel.between_updates("holding a state"):
         return held.hold(
@@ -79,9 +82,11 @@ def continued(
     Raises:
         OutOfTurn: An update is under way.
     """
+    check_callable(begin, "continued(begin)", "a function that returns the next DataParallel")
     share = hold(parallel, loader=loader)
     parallel.leave()
     following = begin()
+    check_job(following)
     load(following, [share], loader=loader)
     return following
 
@@ -118,7 +123,13 @@ def load(
         OutOfTurn: An update is under way.
         CommunicationError: A rank died, raised or fell silent.
     """
+    check_job(parallel)
     check_loader(loader)
+    are_shares = isinstance(source, Sequence) and all(isinstance(one, Held) for one in source)
+    if not are_shares and not isinstance(source, str | os.PathLike):
+        raise ConfigError(
+            f"source: expected a folder, or shares that hold() has returned, found {shown(source)}"
+        )
     with parallel.job.compute.lifetime.running():
         parallel.job.compute.check_between_updates("loading a checkpoint")
     wait(parallel)

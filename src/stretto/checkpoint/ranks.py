@@ -5,7 +5,8 @@ import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from stretto.errors import CheckpointError, CommunicationError, ForeignCheckpoint, TornCheckpoint
+from stretto.errors import CheckpointError, CommunicationError, ConfigError, ForeignCheckpoint, TornCheckpoint
+from stretto.fields import shown
 from stretto.parallel import DataParallel
 
 T = TypeVar("T")
@@ -13,6 +14,16 @@ T = TypeVar("T")
 
 _KINDS = {kind.__name__: kind for kind in (CheckpointError, TornCheckpoint, ForeignCheckpoint)}
 """Errors that a rank can have raised."""
+
+
+def check_job(parallel: object) -> None:
+    """Raise unless this is a job.
+
+    Raises:
+        ConfigError: Says what was found in its place.
+    """
+    if not isinstance(parallel, DataParallel):
+        raise ConfigError(f"parallel: expected a DataParallel, found {shown(parallel)}")
 
 
 class Ranks:

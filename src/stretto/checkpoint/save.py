@@ -13,11 +13,12 @@ from stretto.checkpoint.background import BackgroundSave, Step, wait
 from stretto.checkpoint.manifest import METADATA, Manifest, Stored
 from stretto.checkpoint.pieces import LoadPlanner, SavePlanner, Writer, entry_kinds
 from stretto.checkpoint.plans import plan_as_json, plan_from_json
-from stretto.checkpoint.ranks import Ranks
+from stretto.checkpoint.ranks import Ranks, check_job
 from stretto.continuation import Continuation, Loader, check_loader
 from stretto.disk import writing_to
 from stretto.engine.state import State
 from stretto.errors import CheckpointError, ConfigError
+from stretto.fields import is_count, shown
 from stretto.optimizer import name_of
 from stretto.parallel import DataParallel
 
@@ -57,15 +58,18 @@ def save(
             saves, which is tried at its first checkpoint; the job can go on.
         CommunicationError: A rank died, raised or fell silent.
     """
-    if keep < 1:
-        raise ConfigError(f"keep={keep}: expected at least 1, the checkpoint that is being written")
+    check_job(parallel)
+    if not is_count(keep, 1):
+        raise ConfigError(f"keep={shown(keep)}: expected at least 1, the checkpoint that is being written")
+    if not isinstance(async_save, bool):
+        raise ConfigError(f"async_save={shown(async_save)}: expected True or False")
+    home = folder.folder_of(directory)
     check_loader(loader)
     wait(parallel)
     with parallel.between_updates("a checkpoint"):
         continuation = parallel.continuation()
         state = continuation.write()
     ranks = Ranks(parallel)
-    home = Path(directory)
 
     def begin() -> str:
         state.update(continuation.write_own(state, loader, extra))

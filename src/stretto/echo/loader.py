@@ -41,6 +41,19 @@ from stretto.errors import ConfigError, OutOfTurn
 Batch = TypeVar("Batch")
 
 
+def check_iterable(loader: object, call: str) -> None:
+    """Raise unless a loader can be iterated.
+
+    Raises:
+        ConfigError: Names the call that it was given to.
+    """
+    is_iterable = hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")
+    if not is_iterable or getattr(loader, "shape", None) == ():  # a tensor of one number says that it can
+        raise ConfigError(
+            f"{call}({type(loader).__name__}): expected an iterable of batches; of a function, what it returns"
+        )
+
+
 class EchoLoader(Generic[Batch]):
     """Hands out the batches of `loader`, some of them several times, as a plan says.
 
@@ -85,6 +98,7 @@ class EchoLoader(Generic[Batch]):
         Raises:
             ConfigError: An argument is of the wrong kind, or the plan is `Ready` and nothing is read in the background.
         """
+        check_iterable(loader, "EchoLoader")
         self.loader = loader
         self.plan: Plan = Ready() if plan is None else plan
         self.options = EchoOptions() if options is None else options
@@ -145,6 +159,10 @@ class EchoLoader(Generic[Batch]):
     def mixed_updates(self) -> int:
         """Updates among them whose batches were fresh in part and held in part."""
         return self._position.mixed
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out of copies what reads ahead: a copy stands where this loader does, and begins a pass of its own."""
+        return {**vars(self), "_reader": None, "_asked": None}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "loader":  # `loader` is missing while a copy is being unpickled

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from stretto.echo.buffer import HeldBatch
-from stretto.echo.loader import EchoLoader
+from stretto.echo.loader import EchoLoader, check_iterable
 from stretto.echo.plans import Even, Plan, Ready, Selector, StepRecord
 from stretto.errors import ConfigError
-from stretto.fields import check_fields, is_count
+from stretto.fields import check_fields, is_count, shown
 from stretto.machine import usable_cores
 from stretto.records import Update
 
@@ -257,6 +257,10 @@ def diagnose(
         raise ConfigError(
             f"diagnose(batches={batches!r}, skip={skip!r}): expected batches >= 1 and skip >= 0"
         )
+    check_iterable(loader, "diagnose")
+    for name, function in (("step", step), ("now", now), ("told", told)):
+        if not callable(function):
+            raise ConfigError(f"diagnose({name}={shown(function)}): expected a function")
     bare = loader.loader if isinstance(loader, EchoLoader) else loader
     source = _endless(bare)
     first = next(source)
@@ -335,6 +339,10 @@ def _time_steps(
     for _ in numbers:
         update = step(batch())
         ends.append(now())
+        if not isinstance(update, Update | None):
+            raise ConfigError(
+                f"diagnose: expected a step that returns an Update or None, found {shown(update)}"
+            )
         if update is not None:
             of_updates.append(ends[-1])
             exposed += update.exposed_seconds if math.isfinite(update.exposed_seconds) else 0.0

@@ -11,12 +11,12 @@ A saved state (`EchoLoader.state_dict`) is a mapping:
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from stretto.errors import ConfigError
-from stretto.fields import check_at_least, check_fields
+from stretto.fields import check_at_least, check_fields, shown
 
 VERSION = 3
 """Of the format above."""
@@ -124,15 +124,14 @@ class Resumption:
     """State of the bare loader at this place, where it has one."""
 
 
-def check_state(state: dict[str, Any], seed: int) -> None:
+def check_state(state: object, seed: int) -> None:
     """Raise ConfigError unless `state` has this version and `seed`."""
-    if state.get("version") != VERSION:
+    found = state.get("version") if isinstance(state, Mapping) else state
+    if not isinstance(state, Mapping) or not isinstance(found, int) or found != VERSION:
+        raise ConfigError(f"expected the state of an EchoLoader of version {VERSION}, found {shown(found)}")
+    if not isinstance(state.get("seed"), int) or state["seed"] != seed:
         raise ConfigError(
-            f"expected the state of an EchoLoader of version {VERSION}, found version {state.get('version')}"
-        )
-    if state["seed"] != seed:
-        raise ConfigError(
-            f"the state was saved with EchoOptions(seed={state['seed']}), but here the seed is {seed}"
+            f"the state was saved with EchoOptions(seed={shown(state.get('seed'))}), but here the seed is {seed}"
         )
 
 

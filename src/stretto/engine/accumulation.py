@@ -18,7 +18,6 @@ from torch import Tensor
 
 from stretto.engine import misuse
 from stretto.engine.departure import Departure
-from stretto.errors import ConfigError
 from stretto.flat import Layout
 
 _version = operator.attrgetter("_version")
@@ -272,14 +271,14 @@ Accumulate: TypeAlias = Callable[[Sequence[Tensor], GradientBuffer], Accumulatio
 """Makes an accumulation of its kind."""
 
 
-def check_weight(weight: float, where: object) -> float:
+def check_weight(weight: object, where: object) -> float:
     """Return the weight of a micro-batch, if float32 holds gradients and their sums with it.
 
     Raises:
-        ConfigError: It is too small or too large.
+        ConfigError: It is no number, or too small or too large.
     """
-    if not (weight == 0 or 1e-30 <= weight <= 1e30):
-        raise ConfigError(f"{where}: weight {weight}: expected 0, or a number from 1e-30 to 1e30")
+    if not isinstance(weight, int | float) or not (weight == 0 or 1e-30 <= weight <= 1e30):
+        return misuse.read_weight(weight, where)
     return float(weight)
 
 

@@ -306,7 +306,11 @@ class ComputeLane:
         self.accumulation.check_untouched(self.where)  # zero_grad() often stands right before
         if not self.num_counted:
             check_first_loss(loss, self.where)
-        self.accumulation.backward(loss, weight)
+        try:
+            self.accumulation.backward(loss, weight)
+        except RuntimeError as error:
+            misuse.check_graph(error, self.where)
+            raise
 
     def check_untouched(self) -> None:
         """Raise `GradientsTouched` or `ParametersTouched` if anybody has written them since the last micro-batch."""

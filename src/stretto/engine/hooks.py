@@ -4,7 +4,8 @@ Note [Hooks and copies]
     Hooks live in the model's own dictionaries. A copy of the model (a moving average, `copy.deepcopy`, a pickle) would
     contain them and act on the job. So a `_Hook` is copied and pickled as a function that does nothing. A shallow copy
     shares the hooks, which compare the module's identity. Every module of the model has a hook, so that no part of it
-    is copied or gives its state away unnoticed while it shows an estimate.
+    is copied or gives its state away unnoticed while it shows an estimate. A copy of the optimizer would have no state,
+    and is refused.
 """
 
 import functools
@@ -13,9 +14,11 @@ from typing import Any
 
 from torch import Tensor, jit, nn
 
+from stretto.engine import misuse
 from stretto.engine.holding import Mark, adding_node
+from stretto.engine.instead import Instead
 from stretto.engine.settling import SettlingModel
-from stretto.errors import EstimateShown, OptimizerStepped, UsageError
+from stretto.errors import EstimateShown, OptimizerStepped
 from stretto.optimizer import members_of
 
 Gradients = tuple[Tensor | None]
@@ -109,12 +112,13 @@ class Hooks:
             )
 
         def state(*_: object) -> None:
-            raise UsageError(
-                f"{where}: the state of this optimizer is empty during the job, because a private one is stepped in "
-                "its place: expected parallel.state_dict() and load_state_dict(), or checkpoint.save and load"
-            )
+            raise misuse.optimizer_state_read(where)
+
+        def copied() -> None:
+            raise misuse.optimizer_copied(where)
 
         for member in members_of(self._user.optimizer):
+            self._handles.append(Instead(member, "__getstate__", copied))
             self._handles.append(member.register_step_pre_hook(step))
             self._handles.append(member.register_state_dict_pre_hook(state))
             self._handles.append(member.register_load_state_dict_pre_hook(state))

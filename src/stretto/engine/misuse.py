@@ -1,10 +1,14 @@
 """What a user is told whose loop, model or loss does what a job cannot follow; whoever notices it raises these."""
 
+import math
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from stretto.errors import (
+    ConfigError,
     GradientsTouched,
     LossNotScalar,
     ParametersTouched,
@@ -12,6 +16,7 @@ from stretto.errors import (
     UnusedParameters,
     UsageError,
 )
+from stretto.fields import shown
 
 
 def no_loss(loss: object, where: object) -> UsageError:
@@ -25,6 +30,126 @@ def no_loss(loss: object, where: object) -> UsageError:
     if isinstance(loss, Tensor):
         found, remedy = f"shape {tuple(loss.shape)} and dtype {loss.dtype}", "reduce it with .mean()"
     return LossNotScalar(f"{where}: expected a loss of one floating-point element, found {found}: {remedy}")
+
+
+def read_weight(weight: object, where: object) -> float:
+    """Return the weight of a micro-batch that is no plain number, such as a tensor's.
+
+    Raises:
+        ConfigError: It is none that float32 holds gradients and their sums with.
+    """
+    try:
+        value = math.nan if isinstance(weight, str | bytes) else float(weight)  # type: ignore[arg-type]  # is it one?
+    except (TypeError, ValueError, ArithmeticError, RuntimeError):
+        value = math.nan
+    if not (value == 0 or 1e-30 <= value <= 1e30):
+        raise ConfigError(f"{where}: weight {shown(weight)}: expected 0, or a number from 1e-30 to 1e30")
+    return value
+
+
+def read_samples(samples: object, where: object) -> int:
+    """Return how many samples a micro-batch has.
+
+    Raises:
+        ConfigError: It is no number of them.
+    """
+    try:
+        count = operator.index(samples)  # type: ignore[arg-type]  # is it one?
+    except (TypeError, ValueError, RuntimeError):
+        count = -1
+    if not 0 <= count < 2**53:
+        raise ConfigError(f"{where}: samples {shown(samples)}: expected a number of samples, or None")
+    return count
+
+
+def read_recorded_loss(loss: object, where: object) -> Tensor:
+    """Return a loss that is only to stand in the records.
+
+    Raises:
+        LossNotScalar: It is no tensor of one floating-point element.
+    """
+    if not (isinstance(loss, Tensor) and loss.is_floating_point() and loss.numel() == 1) or loss.is_meta:
+        raise no_loss(loss, where)
+    return loss.reshape(())
+
+
+def read_weighed(outcome: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """Return loss, weight and samples, if a loss function has returned these.
+
+    Raises:
+        LossNotScalar: It has returned a tuple of something else.
+    """
+    if len(outcome) == len(("loss", "weight", "samples")):
+        return outcome
+    raise LossNotScalar(
+        f"a loss function returned a tuple of {len(outcome)}: expected the loss, or (loss, weight, samples)"
+    )
+
+
+def check_moved(
+    names: Sequence[str],
+    tensors: Sequence[Tensor],
+    memory: Sequence[int],
+    before: Sequence[int],
+    where: object,
+) -> None:
+    """Raise if a parameter has another address, unless its memory has moved into shared memory.
+
+    It does so where a process is sent the model.
+
+    Args:
+        names: Of the parameters.
+        tensors: Themselves.
+        memory: What `memory_of` has returned when the job began.
+        before: Addresses that they had.
+        where: Rank and step, for messages.
+
+    Raises:
+        ParametersTouched: Names the first one.
+    """
+    for name, tensor, own, address in zip(names, tensors, memory, before, strict=True):
+        is_shared = tensor.is_cpu and tensor.is_shared() and memory_of(tensor) == own
+        if tensor.data_ptr() != address and not is_shared:
+            raise storage_rebound(name, where)
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return which memory a tensor has: the same one after it has moved, and another one after `.data =`."""
+    return tensor.untyped_storage()._cdata
+
+
+def check_callable(given: object, call: str, what: str) -> None:
+    """Raise unless an argument can be called.
+
+    Raises:
+        ConfigError: Says what was expected.
+    """
+    if not callable(given):
+        raise ConfigError(f"{call}: expected {what}, found {shown(given)}")
+
+
+def check_exception(given: object) -> None:
+    """Raise unless a job can be said to have ended because of this.
+
+    Raises:
+        ConfigError: It is no exception.
+    """
+    if not isinstance(given, BaseException):
+        raise ConfigError(f"fail: expected an exception, found {shown(given)}")
+
+
+def check_graph(error: RuntimeError, where: object) -> None:
+    """Raise if a backward pass has failed because what its forward pass has used was written since.
+
+    Raises:
+        UsageError: Says so.
+    """
+    if "modified by an inplace operation" in str(error):
+        raise UsageError(
+            f"{where}: what the loss was computed from has been written since: expected a forward pass and then its "
+            "backward pass, with no settled(), update or write between them; PyTorch says: "
+            + " ".join(str(error).split())
+        ) from error
 
 
 def no_gradient(where: object) -> StepWithoutBackward:
@@ -70,6 +195,32 @@ def added_without_weight(name: str, weight: float) -> GradientsTouched:
     return GradientsTouched(
         f"{name!r}: an autograd function has added to its gradient itself, without the weight {weight} that a loss or "
         "model of 16 bits is given later: use weight=1.0, or return the gradient from the function"
+    )
+
+
+def optimizer_state_read(where: object) -> UsageError:
+    """The state of an optimizer is asked for, or to be loaded, which is not there."""
+    return UsageError(
+        f"{where}: the state of this optimizer is empty during the job, because a private one is stepped in "
+        "its place: expected parallel.state_dict() and load_state_dict(), or checkpoint.save and load"
+    )
+
+
+def optimizer_copied(where: object) -> UsageError:
+    """A copy would be one without a state."""
+    return UsageError(
+        f"{where}: a copy or a pickle of this optimizer, or of what holds it, as a scheduler does: its state is empty "
+        "during the job, because a private one is stepped in its place: expected checkpoint.save, or "
+        "scheduler.state_dict()"
+    )
+
+
+def job_copied() -> UsageError:
+    """A handle is no value."""
+    return UsageError(
+        "a copy or a pickle of a DataParallel, or of what holds it: a job has connections and threads, which belong to "
+        "this process: copy parallel.model inside `with parallel.settled():`, save with "
+        "stretto.checkpoint.save(parallel, folder), and keep the job out of what is sent to other processes"
     )
 
 

@@ -70,6 +70,7 @@ class UserModel:
         self._ids = {id(parameter) for parameter in self.registered}
         self._groups = [member.param_groups for member in self._members]
         self._num_groups = sum(map(len, self._groups))
+        self._memory = list(map(misuse.memory_of, parameters))
         self.remember()
 
     # What the model shows
@@ -117,11 +118,11 @@ class UserModel:
         versions = list(map(_version, self.parameters))
         if addresses == self._addresses and versions == self._versions:
             return
-        for name, old, new in zip(self.names, self._addresses, addresses, strict=True):
+        misuse.check_moved(self.names, self.parameters, self._memory, self._addresses, where)
+        self._addresses = addresses
+        for name, old, new in zip(self.names, self._versions, versions, strict=True):
             if old != new:
-                raise misuse.storage_rebound(name, where)
-        written = [n for n, old, new in zip(self.names, self._versions, versions, strict=True) if old != new]
-        raise misuse.parameter_written(written[0], where)
+                raise misuse.parameter_written(name, where)
 
     def check_complete(self, where: object) -> None:
         """Raise if a trainable parameter was added, removed or replaced since the model was wrapped, or a group added.

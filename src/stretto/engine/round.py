@@ -40,7 +40,7 @@ LossFunction = Callable[[Any], "Tensor | Weighed"]
 
 def weighed(outcome: "Tensor | Weighed", weight: float, samples: int) -> Weighed:
     """Return a loss function's result; a loss alone is completed with `weight` and `samples`."""
-    return outcome if isinstance(outcome, tuple) else (outcome, weight, samples)
+    return misuse.read_weighed(outcome) if isinstance(outcome, tuple) else (outcome, weight, samples)
 
 
 class Listener:

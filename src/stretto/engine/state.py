@@ -19,7 +19,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from stretto.engine.agreed import Alike
 from stretto.engine.job import Job
-from stretto.errors import CheckpointError, ForeignCheckpoint, TornCheckpoint
+from stretto.errors import CheckpointError, ForeignCheckpoint, StrettoError, TornCheckpoint
 from stretto.flat import Fragments, PartedTensor, Shard, Shares, Slot, original_name
 from stretto.optimizer import (
     Piece,
@@ -32,6 +32,24 @@ from stretto.optimizer import (
 )
 
 State = dict[str, Any]
+
+
+def load_given(job: Job, state: State) -> None:
+    """Load a state that a program has handed over, and not a checkpoint of ours, which is checked as it is read.
+
+    Raises:
+        ForeignCheckpoint: It is not one of this job.
+    """
+    try:
+        JobState(job).load(state)
+    except StrettoError:
+        raise
+    except Exception as error:  # it may be anything
+        raise ForeignCheckpoint(
+            f"{job.compute.where}: load_state_dict(): expected what state_dict() returns for this model and optimizer, "
+            f"read by torch.distributed.checkpoint.load; found another state ({type(error).__name__}: "
+            f"{' '.join(str(error).split())})"
+        ) from error
 
 
 class JobState:

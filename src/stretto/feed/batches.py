@@ -136,7 +136,7 @@ class Batches(ABC):
     ) -> Iterator[Batch]:
         """See `DataParallel.feed`."""
         with self._compute.lifetime.running():
-            passes.check_arguments(loader, updates, until)
+            passes.check_arguments(loader, updates, until, on_update)
             self._last_update, self._on_update, self.has_begun = updates, on_update, True
             current = self._pass = self._begin_pass(loader, until)
         self._is_feeding = True

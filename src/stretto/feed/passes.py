@@ -16,27 +16,27 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from stretto.echo.buffer import copied
-from stretto.echo.loader import EchoLoader
+from stretto.echo.loader import EchoLoader, check_iterable
 from stretto.echo.state import left, state_of
+from stretto.engine.misuse import check_callable
 from stretto.engine.report import Vote
 from stretto.errors import ConfigError, OutOfTurn, StepWithoutBackward
-from stretto.fields import is_count
+from stretto.fields import is_count, shown
 
 
-def check_arguments(loader: object, updates: object, until: object) -> None:
+def check_arguments(loader: object, updates: object, until: object, on_update: object) -> None:
     """Raise unless these can be arguments of `feed`.
 
     Raises:
         ConfigError: Names the one that cannot.
     """
-    if not (hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")):
-        raise ConfigError(
-            f"feed({type(loader).__name__}): expected an iterable of batches; of a function, what it returns"
-        )
-    if until not in ("any", "all"):
-        raise ConfigError(f"feed(until={until!r}): expected 'any' or 'all'")
+    check_iterable(loader, "feed")
+    if not isinstance(until, str) or until not in ("any", "all"):
+        raise ConfigError(f"feed(until={shown(until)}): expected 'any' or 'all'")
     if updates is not None and not is_count(updates, 0):
-        raise ConfigError(f"feed(updates={updates!r}): expected a number of updates, or None")
+        raise ConfigError(f"feed(updates={shown(updates)}): expected a number of updates, or None")
+    if on_update is not None:
+        check_callable(on_update, "feed(on_update=...)", "a function of an Update, or None")
 
 
 def check_trained(where: object, num_fed: int, num_counted: int, steps: int) -> None:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from stretto import checkpoint as checkpoints
@@ -55,6 +56,7 @@ try:
         check_callbacks,
         check_settings,
     )
+    from stretto.integrations.stopped_by_any import StoppedByAny
 except ImportError as error:
     raise MissingExtra("lightning", "lightning", "StrettoStrategy") from error
 
@@ -98,11 +100,15 @@ class StrettoStrategy(DDPStrategy):
         self._micro_batches = 1
         """Of a whole accumulation."""
         self._accumulation: TrainerAccumulation | None = None
+        self._is_running = False
+        """Whether the job has neither finished nor failed."""
         self._num_samples = 1
         self._lands_each = False
         """Whether every update lands with its step, because a callback averages them."""
         self._exception: BaseException | None = None
         """That callbacks are being told of."""
+        self._stopped_by_any: StoppedByAny | None = None
+        """For as long as several ranks fit."""
         self._validation = ExitStack()
         """Shows the committed parameters for as long as a validation lasts."""
         self._loaded_from = Path()
@@ -129,12 +135,14 @@ class StrettoStrategy(DDPStrategy):
             scheduler=self._take_schedule(),
             options=dataclasses.replace(self._options, clip_norm=trainer.gradient_clip_val or None),
         )
-        self._accumulation = TrainerAccumulation(self.parallel)
+        self._accumulation, self._is_running = TrainerAccumulation(self.parallel), True
         callbacks = callbacks_of(trainer)
         self._lands_each = any(isinstance(one, known.WeightAveraging) for one in callbacks)
         if not any(isinstance(one, _EndsJobFirst) for one in callbacks):
             callbacks.insert(0, _EndsJobFirst())
         disarm([self._module, optimizer])
+        if trainer.world_size > 1:
+            self._stopped_by_any = StoppedByAny(trainer, callbacks, self.by_rank)
 
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:  # type: ignore[override]  # DDP returns its wrapper
         """Leave the model as it is, where DDP wraps it."""
@@ -155,6 +163,7 @@ class StrettoStrategy(DDPStrategy):
 
     def end_job(self) -> None:
         """End the job, before other callbacks hear of the end; the model shows committed parameters."""
+        self._is_running = False
         self._present.drop()
         self._job.finish()
 
@@ -165,7 +174,7 @@ class StrettoStrategy(DDPStrategy):
     def interrupt_job(self, exception: BaseException) -> None:
         """End the job before other callbacks hear of `exception`, and tell the other ranks."""
         self._validation.close()
-        self._exception = exception
+        self._is_running, self._exception = False, exception
         if self._accumulation is not None:
             self._accumulation.end_job(exception)
 
@@ -193,15 +202,37 @@ class StrettoStrategy(DDPStrategy):
         """Return what all or any ranks have decided, or this rank's own if an exception has parted them."""
         return decision if self._exception is not None else super().reduce_boolean_decision(decision, all)
 
+    def by_rank(self, number: int) -> list[int]:
+        """Return every rank's number; all ranks call, and hear of one that has failed."""
+        own = torch.tensor([number], dtype=torch.int32, device=self.root_device)
+        found = own.new_empty(self.world_size)
+        lifetime = self._job.job.compute.lifetime
+        with lifetime.running():
+            work = dist.all_gather_into_tensor(found, own, async_op=True)
+            lifetime.failures.wait(work, "agreement on what any rank asks of the Trainer")
+        return found.tolist()
+
     def teardown(self) -> None:
         """Give back what the job has borrowed."""
         self._validation.close()
+        if self._stopped_by_any is not None:
+            self._stopped_by_any.end()
+            self._stopped_by_any = None
+        if self._is_running:  # there was nothing to train
+            self.end_job()
         arm([self._module, *self.optimizers])
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out of copies the job, and Lightning's optimizers, whose copies change the class of the originals."""
-        return {**vars(self), "parallel": None, "_accumulation": None, "_lightning_optimizers": []}
+        """Leave out of copies the job, and the optimizers and schedules, which belong to it."""
+        of_job = {"parallel": None, "_accumulation": None, "_stopped_by_any": None}
+        return {
+            **vars(self),
+            **of_job,
+            "_optimizers": [],
+            "_lightning_optimizers": [],
+            "lr_scheduler_configs": [],
+        }
 
     @property
     def _present(self) -> TrainerAccumulation:

@@ -5,19 +5,24 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from stretto.engine.instead import Instead
+
 Owner = nn.Module | torch.optim.Optimizer
 
 
 def disarm(owners: Iterable[Owner]) -> None:
-    """Let `zero_grad` of models and optimizers do nothing."""
+    """Let `zero_grad` of models and optimizers do nothing; copies of them have their own."""
     for owner in owners:
-        vars(owner)["zero_grad"] = _leave_gradients  # past the setters of compiled models
+        arm([owner])
+        Instead(owner, "zero_grad", _leave_gradients)
 
 
 def arm(owners: Iterable[Owner]) -> None:
     """Give them back their own."""
     for owner in owners:
-        vars(owner).pop("zero_grad", None)
+        stands = vars(owner).get("zero_grad")
+        if isinstance(stands, Instead):
+            stands.remove()
 
 
 def _leave_gradients(set_to_none: bool = True) -> None:

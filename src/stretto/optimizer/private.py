@@ -78,7 +78,7 @@ def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(optimizer).items()
-        if name not in _OF_TORCH and not name.startswith("_optimizer_")
+        if name not in _OF_TORCH and not name.startswith(("_optimizer_", "__"))
     }
 
 

@@ -1,0 +1,120 @@
+"""What the module or a callback asks of Lightning's Trainer on one rank, all ranks do.
+
+Note [Where ranks agree]
+    Every rank's loops look by themselves whether `should_stop` is set. A clock or a signal on one rank would have it
+    leave a loop in which the others wait for it. So ranks agree after each part of a loop in which code of the user may
+    have set it, before the loops look. On whether `on_train_batch_start` skips the rest of the epoch they agree, too.
+    Callbacks of Lightning itself ask on all ranks alike. Where there is nothing else that may ask, nobody agrees.
+
+    With its answer each rank says at which part it is. Ranks at different parts have loaders of different
+    lengths, or one has left a loop by a StopIteration.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from stretto.engine.instead import Instead
+from stretto.errors import UsageError
+
+_PARTS = {
+    ("fit_loop", "setup_data"): "the start of fit or of an epoch",
+    ("fit_loop", "on_run_start"): "the start of training",
+    ("fit_loop", "on_advance_start"): "the start of an epoch",
+    ("fit_loop.epoch_loop", "advance"): "the end of a batch",
+    ("fit_loop.epoch_loop.val_loop", "run"): "the end of a validation",
+    ("fit_loop", "on_advance_end"): "the end of an epoch",
+}
+"""Of the loops, those with or after hooks, and their names in messages."""
+_SKIPS = "on_train_batch_start"
+"""Of a module: -1 skips the rest of the epoch."""
+_WHERE = (*_PARTS.values(), "the start of a batch")
+_OF_LIBRARIES = ("lightning", "stretto", "torch", "builtins", "typing", "abc")
+
+ByRank = Callable[[int], list[int]]
+"""Returns the numbers of all ranks; all ranks call."""
+
+
+def may_ask(module: LightningModule, callbacks: Sequence[object]) -> bool:
+    """Return whether code of the user's may set `should_stop`: a callback, or a module that names its trainer."""
+    asks = (_is_users(type(one)) or isinstance(one, LambdaCallback) for one in callbacks)
+    return any(asks) or any(map(_names_trainer, filter(_is_users, type(module).__mro__)))
+
+
+def _is_users(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in _OF_LIBRARIES
+
+
+def _names_trainer(kind: type) -> bool:
+    """Return whether a class names its trainer in its source, or in that of a function that was put on it."""
+    try:
+        return any(
+            "trainer" in inspect.getsource(part)
+            for part in (kind, *filter(inspect.isfunction, vars(kind).values()))
+        )
+    except (OSError, TypeError):  # nobody knows
+        return True
+
+
+class StoppedByAny:
+    """Has ranks agree on what one of them asks for; see Note [Where ranks agree].
+
+    Args:
+        trainer: Whose loops look.
+        callbacks: Its own.
+        by_rank: Tells ranks of each other.
+    """
+
+    def __init__(self, trainer: Trainer, callbacks: Sequence[object], by_rank: ByRank) -> None:
+        self._trainer, self._by_rank = trainer, by_rank
+        self._stand_ins: list[Instead] = []
+        module = trainer.lightning_module
+        if any(by_rank(may_ask(module, callbacks))):
+            for place, (path, part) in enumerate(_PARTS):
+                loop = attrgetter(path)(trainer)
+                agreeing = partial(self._then_agree, getattr(loop, part), place)
+                self._stand_ins.append(Instead(loop, part, agreeing))
+        if any(by_rank(is_overridden(_SKIPS, module))):
+            self._stand_ins.append(Instead(module, _SKIPS, partial(self._skip, getattr(module, _SKIPS))))
+
+    def end(self) -> None:
+        """Give loops and module back what is their own."""
+        for stands in self._stand_ins:
+            stands.remove()
+
+    def _then_agree(self, part: Callable[..., Any], place: int, *args: Any) -> Any:
+        """Run a part of a loop, then stop on all ranks if one has asked for it."""
+        result = part(*args)
+        self._trainer.should_stop = self._any_rank(self._trainer.should_stop, place)
+        return result
+
+    def _skip(self, hook: Callable[..., int | None], *args: Any) -> int | None:
+        """Run the hook, then skip the rest of the epoch on all ranks if one has asked for it."""
+        return -1 if self._any_rank(hook(*args) == -1, len(_PARTS)) else None
+
+    def _any_rank(self, says: bool, place: int) -> bool:
+        """Return whether any rank says so; all ranks call.
+
+        Raises:
+            UsageError: Ranks are not at the same place.
+        """
+        found = self._by_rank(2 * place + says)
+        places = [number // 2 for number in found]
+        if len(set(places)) > 1:
+            raise UsageError(_parted(places, self._trainer.global_rank))
+        return any(number % 2 for number in found)
+
+
+def _parted(places: Sequence[int], rank: int) -> str:
+    other = next(other for other, place in enumerate(places) if place != places[rank])
+    return (
+        f"StrettoStrategy: rank {rank} is at {_WHERE[places[rank]]}, and rank {other} at {_WHERE[places[other]]}: "
+        "expected ranks to come to the same part of fit together; give each as many batches, and let none leave a "
+        "loop by a StopIteration of its own"
+    )
