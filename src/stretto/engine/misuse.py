@@ -113,9 +113,22 @@ def check_moved(
             raise storage_rebound(name, where)
 
 
+def check_written(
+    names: Sequence[str], before: Sequence[int], versions: Sequence[int], where: object
+) -> None:
+    """Raise if a parameter has another version than before.
+
+    Raises:
+        ParametersTouched: Names the first one.
+    """
+    for name, old, new in zip(names, before, versions, strict=True):
+        if old != new:
+            raise parameter_written(name, where)
+
+
 def memory_of(tensor: Tensor) -> int:
     """Return which memory a tensor has: the same one after it has moved, and another one after `.data =`."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def check_callable(given: object, call: str, what: str) -> None:

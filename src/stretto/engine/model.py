@@ -120,9 +120,7 @@ class UserModel:
             return
         misuse.check_moved(self.names, self.parameters, self._memory, self._addresses, where)
         self._addresses = addresses
-        for name, old, new in zip(self.names, self._versions, versions, strict=True):
-            if old != new:
-                raise misuse.parameter_written(name, where)
+        misuse.check_written(self.names, self._versions, versions, where)
 
     def check_complete(self, where: object) -> None:
         """Raise if a trainable parameter was added, removed or replaced since the model was wrapped, or a group added.
