@@ -75,9 +75,13 @@ def records(all_found: Iterable[Found]) -> str:
         if record.answer:
             lines += ["", record.answer]
         before = next((id for id, other in shown if _same_runs(other.record, record)), None)
-        table = [f"Its table is that of [{before}](#{_anchor(before)})."] if before else [cells_table(one)]
+        table = (
+            [f"Its table is that of [{before}](#{_anchor(before)})."]
+            if before
+            else [markdown(*cells_table(one))]
+        )
         shown.append((record.id, one))
-        parts += ["\n".join([*lines, "", *table, "", effects_table(one)])]
+        parts += ["\n".join([*lines, "", *table, "", markdown(*effects_table(one))])]
     return "\n\n".join(parts)
 
 

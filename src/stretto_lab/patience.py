@@ -3,11 +3,15 @@
 Nothing here imports PyTorch, whose import is itself waited for.
 """
 
+import os
+import shutil
+import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from typing import TextIO
 
 SECONDS = 4.0
 """Of silence after which there is a line: less than half of what a person takes for a hang."""
@@ -21,10 +25,12 @@ class Patience:
 
     Args:
         line: Returns the line; an empty one is not printed. It is called on that thread.
+        stream: Where it is printed; None is the standard output.
     """
 
-    def __init__(self, line: Callable[[], str]) -> None:
+    def __init__(self, line: Callable[[], str], stream: TextIO | None = None) -> None:
         self._line = line
+        self._stream = stream
         self._heard = time.monotonic()
         self._ended = threading.Event()
         threading.Thread(target=self._watch, name="stretto-patience", daemon=True).start()
@@ -43,16 +49,28 @@ class Patience:
                 self.heard()
                 if line := self._line():
                     with suppress(BrokenPipeError):  # who waits meets it, and tells it in one line
-                        print(fold(line), flush=True)
+                        print(fold(line, stream=self._stream), file=self._stream, flush=True)
 
     def _left(self) -> float:
         return max(0.0, self._heard + SECONDS - time.monotonic())
 
 
-def waiting(what: str) -> closing[Patience]:
-    """Return a block in which one thing is waited for of which nothing is known but how long it has taken."""
+def waiting(what: str, stream: TextIO | None = None) -> AbstractContextManager[object]:
+    """Return a block in which one thing is waited for of which nothing is known but how long it has taken.
+
+    Args:
+        what: It.
+        stream: Where that is told; None is the standard output.
+    """
+    if not speaks():
+        return nullcontext()
     started = time.monotonic()
-    return closing(Patience(lambda: f"{what}: {clock(time.monotonic() - started)} so far"))
+    return closing(Patience(lambda: f"{what}: {clock(time.monotonic() - started)} so far", stream))
+
+
+def speaks() -> bool:
+    """Return whether this process tells what it waits for: of all ranks that a launcher has started, the first does."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def clock(seconds: float) -> str:
@@ -62,9 +80,22 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-def fold(text: str) -> str:
-    """Return `text` in lines that fit into a terminal; its own line ends stay, and words stay whole."""
+def fold(text: str, *, indent: int = 0, stream: TextIO | None = None) -> str:
+    """Return `text` in lines that fit into a terminal; as it is for a file or a pipe, where a line is one event.
+
+    Its own line ends stay, and words stay whole.
+
+    Args:
+        text: Any.
+        indent: Spaces before the second and every other line that one line is folded into.
+        stream: Where it will be printed; None is the standard output.
+    """
+    if not (stream or sys.stdout).isatty():
+        return text
+    width = min(COLUMNS, shutil.get_terminal_size().columns)
     return "\n".join(
-        textwrap.fill(line, COLUMNS, break_long_words=False, break_on_hyphens=False)
+        textwrap.fill(
+            line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+        )
         for line in text.split("\n")
     )

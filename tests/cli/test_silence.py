@@ -2,22 +2,28 @@
 
 import ast
 import itertools
+import os
 import queue
 import random
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from stretto_lab import patience
+from stretto_lab.cli import main
 from stretto_lab.cli.help import COMMANDS
 from stretto_lab.observe import Stages
 from stretto_lab.patience import COLUMNS, SECONDS, Patience, clock, fold
+from tests.processes import Command
 from tests.style.source import ROOT, package_files
 
 LAW = 10.0
@@ -116,12 +122,57 @@ def test_patience_speaks_after_silence_and_again(
     assert capsys.readouterr().out.count("still there") in (2, 3)  # the last one may be yet to come
 
 
-def test_what_patience_says_fits_into_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def drawn_lines(draw: random.Random, count: int) -> list[str]:
+    """Lines of words, some of which hold hyphens, some longer than a terminal is wide."""
+    return [" ".join("x-" * draw.randint(1, 6) for _ in range(draw.randint(0, 40))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_terminal_gets_lines_that_fit_and_a_file_or_a_pipe_one_line_per_event(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(seed)
+    columns, indent = draw.randint(20, 200), draw.choice((0, 2, 6))
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = drawn_lines(draw, 4)
+    text = "\n".join(lines)
+    assert fold(text, indent=indent, stream=StringIO()) == text
+    terminal = StringIO()
+    terminal.isatty = lambda: True
+    folded = fold(text, indent=indent, stream=terminal)
+    assert max(map(len, folded.split("\n"))) <= min(80, columns)
+    assert folded.split() == text.split()
+    assert folded.split("\n") == [
+        part for line in lines for part in fold(line, indent=indent, stream=terminal).split("\n")
+    ]
+    assert {len(part) - len(part.lstrip()) for line in lines for part in folds(line, indent, terminal)} <= {
+        indent
+    }
+
+
+def folds(line: str, indent: int, terminal: StringIO) -> list[str]:
+    """The lines after the first that one line is folded into."""
+    return fold(line, indent=indent, stream=terminal).split("\n")[1:]
+
+
+def test_only_one_function_folds_text_for_a_terminal() -> None:
+    """And help, whose columns are a table: in a pipe it is read page by page."""
+    folding = {
+        str(path.relative_to(ROOT / "src"))
+        for path in package_files()
+        if path.suffix == ".py" and "textwrap" in path.read_text(encoding="utf-8")
+    }
+    assert folding == {"stretto_lab/patience.py", "stretto_lab/cli/help.py"}
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_patience_says_is_one_line_unless_a_terminal_is_narrower(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("stretto_lab.patience.SECONDS", 0.001)
-    draw = random.Random(0)
-    lines = iter(" ".join("x" * draw.randint(1, 12) for _ in range(draw.randint(1, 40))) for _ in range(50))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    texts = [f"{number} {line}" for number, line in enumerate(drawn_lines(random.Random(0), 50))]
+    lines = iter(texts)
     given: queue.Queue[str] = queue.Queue()
 
     def line() -> str:
@@ -129,20 +180,48 @@ def test_what_patience_says_fits_into_a_terminal(
         return text
 
     with closing(Patience(line)):
-        texts = [given.get(timeout=60) for _ in range(51)]
+        for _ in range(51):
+            given.get(timeout=60)
     shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= COLUMNS == 80
     assert shown.split() == " ".join(texts).split()
+    if is_terminal:
+        assert max(map(len, shown.splitlines())) <= COLUMNS == 80
+    else:
+        assert shown.splitlines() == texts
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_line_is_folded_between_words_and_keeps_its_own_ends(seed: int) -> None:
-    draw = random.Random(seed)
-    lines = [" ".join("x-" * draw.randint(1, 30) for _ in range(draw.randint(0, 12))) for _ in range(4)]
-    folded = fold("\n".join(lines)).split("\n")
-    assert all(len(line) <= COLUMNS for line in folded)
-    assert " ".join(folded).split() == " ".join(lines).split()
-    assert folded == [part for line in lines for part in fold(line).split("\n")]
+def test_who_asks_for_help_hears_what_is_waited_for_beside_the_help() -> None:
+    hurried = "from stretto_lab import patience; patience.SECONDS = 0.05"
+    asks = f"{hurried}; from stretto_lab.cli import main; main(['train', '--help'])"
+    reading, terminal = os.openpty()
+    with open(reading, "rb", buffering=0) as screen, open(terminal, "w") as stderr:
+        shown = subprocess.run([sys.executable, "-c", asks], stdout=subprocess.PIPE, stderr=stderr, text=True)
+        told = screen.read(4096).decode()
+    assert "loading PyTorch: 0:00 so far" in told
+    assert shown.stdout.startswith("usage: stretto train")
+    assert "loading" not in shown.stdout
+
+
+def impatient() -> None:
+    """Train, and tell of everything that takes longer than a moment."""
+    patience.SECONDS = 0.001
+    code = main(["train", *SMALL.split(), "--updates", "1", "--run-dir", "launched", "--no-tensorboard"])
+    sys.exit(code)
+
+
+def test_of_the_ranks_of_a_launcher_only_the_first_says_what_it_waits_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with ExitStack() as running:
+        ranks = [
+            running.enter_context(Command(function=impatient, variables={**shared, "RANK": str(rank)}))
+            for rank in range(2)
+        ]
+        first, second = (rank.communicate() for rank in ranks)
+        assert [rank.returncode for rank in ranks] == [0, 0], (first, second)
+    assert "starting the workers: 0:0" in first[0]
+    assert second[0] == ""
 
 
 def test_stages_say_what_how_far_and_how_long_still(

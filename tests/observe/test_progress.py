@@ -5,7 +5,6 @@ import io
 import math
 import random
 import re
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,9 @@ from rich.console import Console
 from stretto.records import Incident
 from stretto_lab.observe import Header, Progress, Stages
 from stretto_lab.observe.progress import CURVE_WIDTH, LANDING, Curve
+from stretto_lab.patience import clock
 from tests.observe.updates import update
+from tests.terminal import print_on_a_terminal
 
 HEADER = Header(title="acco on 2 workers", updates=10, seconds=None)
 
@@ -74,6 +75,31 @@ def test_a_run_that_time_ends_shows_the_time_left(
     assert capsys.readouterr().out.splitlines()[-1].endswith(left)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_run_that_data_end_shows_their_share_and_the_time_left_by_its_rate(
+    seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under a clock or an echo an update takes of them what it takes: their rate is that of the last updates."""
+    draw = random.Random(seed)
+    spent, seconds = [draw.uniform(0, 0.5)], [draw.uniform(0, 99)]  # a resumed run has spent some
+    progress = Progress(Header(title="", updates=None, seconds=None, data="500,000 tokens"))
+    progress.lasts(lambda: spent[-1])
+    for step in range(1, draw.randint(2, 20)):
+        spent.append(spent[-1] + draw.uniform(0, 0.025))
+        seconds.append(seconds[-1] + draw.uniform(0.1, 20))
+        progress.updated(update(step + 1), seconds[-1])
+    progress.close()
+    console = Console(file=io.StringIO(), width=80)
+    console.print(progress)
+    line = capsys.readouterr().out.splitlines()[-1]
+    share = f"update {step + 1}, {spent[-1]:.0%} of 500,000 tokens"
+    assert line.startswith(share)
+    if step > 1:
+        left = (1 - spent[-1]) * (seconds[-1] - seconds[1]) / (spent[-1] - spent[1])
+        assert f"{clock(left)} left" in line
+        assert f"{spent[-1]:.0%} of 500,000 tokens, {clock(left)} left" in console.file.getvalue()
+
+
 def test_the_panel_shows_loss_speed_exposure_the_lane_and_the_time_left() -> None:
     progress = Progress(HEADER)
     for step in range(1, 4):
@@ -120,8 +146,7 @@ def test_the_curve_of_a_long_run_keeps_its_ends_and_fits() -> None:
 def test_a_terminal_that_cannot_draw_again_gets_plain_lines(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    print_on_a_terminal(monkeypatch)
     progress = Progress(HEADER)
     progress.updated(update(1), 1.0)
     assert capsys.readouterr().out.startswith("update 1/10")
@@ -174,8 +199,11 @@ def test_a_stop_and_an_update_that_takes_long_are_told(monkeypatch: pytest.Monke
         return console.file.getvalue()
 
     now[0] += 12
-    assert "waiting for the first ones, 0:12 so far" in shown()
-    for step in range(1, 4):
+    assert "waiting for the first one, 0:12 so far" in shown()
+    progress.updated(update(1), training_seconds=2.0)
+    assert "update    1/10 " in shown()
+    assert "loss      2.0000 " in shown()
+    for step in range(2, 4):
         progress.updated(update(step), training_seconds=2.0 * step)
     assert "3/10, 0:14 left " in shown()
     now[0] += 12

@@ -23,6 +23,7 @@ from stretto_lab.recipes.own import own_recipe
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.launch import LocalRanks
 from tests.plan.machine import BUCKET_BYTES, MACHINE, seconds
+from tests.terminal import print_on_a_terminal
 
 TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny.py'}:Tiny"
 N_T = 4 * MACHINE.micro_batch_seconds
@@ -223,7 +224,10 @@ def test_a_strategy_of_two_rounds_is_priced_from_two_micro_batches_on(ranking: R
     assert [one.micro_batches for one in chosen.by_count()] == [2, 4, 8, 16]
 
 
-def test_the_command_says_what_to_use_first_and_why_then(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_to_use_first_and_why_then(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    print_on_a_terminal(monkeypatch)
     words = "plan digits-resnet --batches 2 --ranks 16 --network free --micro-batches 1"
     assert main(words.split()) == 0
     lines = capfd.readouterr().out.splitlines()

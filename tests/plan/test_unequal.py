@@ -21,6 +21,7 @@ from stretto_lab.recipes import DigitsResNet, MicroBatches, Task
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.simulation import SimulateConfig, simulate
 from tests.plan.machine import BUCKET_BYTES, MACHINE
+from tests.terminal import print_on_a_terminal
 from tests.train.tiny import Plane, quadrant_loss
 
 SAMPLES = 8
@@ -224,7 +225,10 @@ def test_slow_ranks_are_those_of_the_plan_and_ranks_that_were_not_measured_are_a
         PlanConfig(task=DigitsResNet(), ranks=(3,), slow={3: 2.0}).machines(measured)
 
 
-def test_the_command_takes_slow_ranks_that_are_not_here(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_takes_slow_ranks_that_are_not_here(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    print_on_a_terminal(monkeypatch)
     words = "plan digits-resnet --batches 2 --ranks 4 --slow 3=4 --network 10mbit --wire bf16 --clock 1,6"
     assert main(words.split()) == 0
     lines = capfd.readouterr().out.splitlines()

@@ -28,6 +28,7 @@ from tests.recipes.files import (
     refusal,
     write_lines,
 )
+from tests.terminal import print_on_a_terminal
 
 
 @pytest.fixture(scope="module")
@@ -236,6 +237,15 @@ def test_the_list_names_all_and_one_is_explained_with_its_sources(capsys: pytest
     assert value == "63"
     assert f"  {number} 50,000 gradients of micro-batches" in printed
     assert "50B tokens" in printed.replace("\n", " ")
-    assert max(map(len, printed.splitlines())) <= 80
     assert main(["presets", "--name", "acco-openwebtxt"]) == 2
     assert "did you mean 'acco-openwebtext'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], *(["--name", name] for name in PRESETS)], ids=" ".join)
+def test_on_a_terminal_all_of_it_fits(
+    words: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    print_on_a_terminal(monkeypatch)
+    assert main(["presets", *words]) == 0
+    printed = capfd.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.papers import results
 from stretto_lab.cli import main
+from stretto_lab.cli.reproduction import print_found
 from stretto_lab.reproduce import RECORDS
+from stretto_lab.reproduce.tables import cells_table, effects_table
+from tests.terminal import print_on_a_terminal
 
 RECORD = "acco.convolutions"
 
@@ -22,10 +26,29 @@ def without_time(line: str) -> dict[str, object]:
     return found
 
 
-def test_the_list_has_every_record_with_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_has_every_record_below_its_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "--list"]) == 0
     printed = capsys.readouterr().out
-    assert all(f"stretto reproduce {id} " in printed for id in RECORDS)
+    head, *rows = printed.splitlines()
+    assert head.startswith("stretto reproduce ")
+    assert [row.split()[0] for row in rows] == [*RECORDS]
+
+
+def test_on_a_terminal_the_list_and_what_every_record_says_fit(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    all_found = results()
+    print_on_a_terminal(monkeypatch)
+    assert main(["reproduce", "--list"]) == 0
+    for found in all_found:
+        print_found(found)
+    printed = capfd.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    words = set(printed.split())
+    for found in all_found:
+        tables = () if found.record.unchecked else (cells_table(found), effects_table(found))
+        for cell in (cell for head, rows in tables for cells in (head, *rows) for cell in cells):
+            assert words >= set(cell.split()), cell
 
 
 def test_an_unknown_record_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

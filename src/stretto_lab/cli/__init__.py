@@ -4,11 +4,7 @@ Nothing here or in `help` imports PyTorch, which takes seconds: the first line, 
 before.
 """
 
-import functools
-import os
-import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import metadata
@@ -20,7 +16,7 @@ from stretto_lab.cli.estimate import print_estimate
 from stretto_lab.cli.help import COMMANDS, HELP, HELP_ALL, overview, plain_help
 from stretto_lab.estimate import EstimateConfig
 from stretto_lab.interrupts import INTERRUPTED, interrupts_end
-from stretto_lab.patience import waiting
+from stretto_lab.patience import fold, speaks, waiting
 
 FAILED, MISUSED, DAMAGED = 1, 2, 3
 """Exit codes beside 0 and `INTERRUPTED`; see `main`."""
@@ -73,13 +69,11 @@ def _run(name: str, words: Sequence[str]) -> int:
             print_estimate(words)
         return 0
     # Of help, only the help itself goes to the standard output.
-    if (
-        "torch" not in sys.modules
-        and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
-        and (not asks_help or sys.stderr.isatty())
-    ):
-        print("loading PyTorch", file=sys.stderr if asks_help else sys.stdout, flush=True)
-    with interrupts_end(), nullcontext() if asks_help else waiting("loading PyTorch"):
+    told = sys.stderr if asks_help else sys.stdout
+    is_told = speaks() and (not asks_help or told.isatty())
+    if "torch" not in sys.modules and is_told:
+        print("loading PyTorch", file=told, flush=True)
+    with interrupts_end(), waiting("loading PyTorch", told) if is_told else nullcontext():
         from stretto_lab.cli.commands import help_of, run_command
 
     if asks_help:
@@ -96,10 +90,5 @@ def _version() -> str:
 
 
 def _complain(error: Exception, exit_code: int) -> int:
-    text = f"stretto: {printable(str(error))}"
-    if sys.stderr.isatty():  # a terminal breaks lines within words
-        columns = shutil.get_terminal_size().columns
-        wrap = functools.partial(textwrap.fill, width=columns, break_long_words=False, break_on_hyphens=False)
-        text = "\n".join(map(wrap, text.split("\n")))
-    print(text, file=sys.stderr)
+    print(fold(f"stretto: {printable(str(error))}", stream=sys.stderr), file=sys.stderr)
     return exit_code

@@ -384,8 +384,9 @@ def presets_command(words: Sequence[str]) -> None:
     """List the settings of the papers, or explain one."""
     asked = parse_alone("presets", words, PresetList())
     if asked.name is None:
+        width = max(map(len, PRESETS))
         for name, preset in PRESETS.items():
-            print(f"{name:24}  {preset.recipe:8}  {preset.summary}")
+            print(fold(f"{name:{width}}  {preset.recipe:8}  {preset.summary}", indent=width + 12))
         return
     if asked.name not in PRESETS:
         raise unknown_name("no preset is called", asked.name, PRESETS)

@@ -1,12 +1,11 @@
 """`stretto estimate`: reads its options and prints its answer without PyTorch, whose import alone takes seconds."""
 
-import textwrap
 from collections.abc import Sequence
 
 from stretto.errors import UnknownName
 from stretto.fields import field_types, read_value, unknown_name
 from stretto_lab.estimate import EstimateConfig, estimate
-from stretto_lab.patience import COLUMNS
+from stretto_lab.patience import fold
 
 
 def print_estimate(words: Sequence[str]) -> None:
@@ -21,11 +20,10 @@ def print_estimate(words: Sequence[str]) -> None:
     rows, choice = estimate(work, config.allow_loss)
     base = rows[0].time
     print(
-        textwrap.fill(
+        fold(
             f"{config.parameters} parameters, {work.ranks} ranks, {config.network}: an exact exchange sends "
             f"{_bytes(base.sent_bytes)} per rank and keeps the link busy for {base.wire_seconds:.3g} s, beside "
-            f"{work.update_seconds:.3g} s of computing.",
-            COLUMNS,
+            f"{work.update_seconds:.3g} s of computing."
         )
     )
     print("\nstrategy                 wire   sent       s/update  waits   memory     nats")
@@ -38,13 +36,12 @@ def print_estimate(words: Sequence[str]) -> None:
         )
     print(
         f"\nFirst choice: {choice.options}  ({choice.nats:+.3f} nats)\n"
-        + textwrap.fill(
+        + fold(
             f"{base.seconds / choice.time.seconds:.2f} times as fast as zero1 on fp32. Nats: of held-out loss, per "
             "byte, what each has cost a small GPT, averages on the next larger of 2, 8 and 32 ranks; it may differ for "
             "you. "
             "Memory is without activations and what a packed wire keeps. "
-            "Nothing was measured here: `stretto plan` does that.",
-            COLUMNS,
+            "Nothing was measured here: `stretto plan` does that."
         )
     )
 

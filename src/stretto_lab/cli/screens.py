@@ -1,7 +1,6 @@
 """What the commands print at their end."""
 
 import shlex
-import textwrap
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +16,7 @@ from stretto_lab.cli.presets import Preset
 from stretto_lab.cli.run_folder import resume_command
 from stretto_lab.doctor import Finding, Report
 from stretto_lab.evidence import of_strategy
-from stretto_lab.patience import COLUMNS, fold, waiting
+from stretto_lab.patience import fold, waiting
 from stretto_lab.plan import UNEQUAL, Machine, Price, Ranking
 from stretto_lab.recipes import TaskConfig
 from stretto_lab.recipes.task import loss_unit
@@ -41,8 +40,7 @@ def print_run(outcome: Outcome, run: RunConfig[TaskConfig], *, is_on_a_link: boo
         is_on_a_link: Whether there is a network that could be the bottleneck. Local workers wait for each other only.
     """
     if outcome.sample is not None:
-        lines = (textwrap.fill(line, COLUMNS, drop_whitespace=False) for line in outcome.sample.split("\n"))
-        print("a sample:", *lines, "", sep="\n")
+        print(f"a sample:\n{fold(outcome.sample)}\n")
     print(f"{outcome.updates} updates in {outcome.training_seconds:.1f} s{_since(outcome)}")
     print(_heldout(outcome, run.task))
     if outcome.accuracy is not None:
@@ -54,14 +52,14 @@ def print_run(outcome: Outcome, run: RunConfig[TaskConfig], *, is_on_a_link: boo
         )
         print(fold(text))
     if is_on_a_link and (hint := advice(outcome, run)):
-        print(textwrap.fill(hint, COLUMNS))
+        print(fold(hint))
     print()
-    further = (
-        ("--seconds", f"{2 * run.seconds:g}") if run.seconds else ("--updates", str(2 * outcome.updates))
-    )
     print(f"the run is in   {run.run_dir}")
     if run.checkpoint_every is not None:
-        print(f"go on with it   {resume_command(run, *further)}")
+        lengths = {"--seconds": run.seconds, "--samples": run.samples, "--tokens": run.tokens}
+        given = {option: length for option, length in lengths.items() if length is not None}
+        option, length = next(iter(given.items()), ("--updates", outcome.updates))
+        print(f"go on with it   {resume_command(run, option, f'{2 * length:.15g}')}")
     if run.tensorboard:
         print(f"look at it      {shlex.join(['tensorboard', '--logdir', str(run.run_dir)])}")
 
@@ -153,9 +151,9 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
         print(f"{name:32} {1000 * seconds:11,.2f} ms +- {variation:.0%}")
     waiting = f"{1000 * diagnosis.exposed_seconds:,.2f} ms"
     print(f"of training, {waiting} wait for other ranks (+- is the standard deviation)")
-    print(textwrap.fill(diagnosis.summary, COLUMNS))
+    print(fold(diagnosis.summary))
     for line in diagnosis.advice[1:]:
-        print(textwrap.fill(f"or {line}", COLUMNS, initial_indent="  ", subsequent_indent=" " * 4))
+        print(fold(f"  or {line}", indent=4))
     if diagnosis.plan is not None:
         print(f"on the command line: --echo {plan_text(diagnosis.plan)}")
 
@@ -163,7 +161,7 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
 def print_plan(rankings: Sequence[Ranking]) -> None:
     """Print what to use for each number of ranks, then how the last one came about."""
     for ranking in rankings:
-        print(recommendation(ranking))
+        print(fold(recommendation(ranking), indent=2))
     last = rankings[-1]
     machine, choice = last.machine, last.choice
     print(
@@ -176,13 +174,13 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
             f"parameters, link and the columns below are a rank's, which holds one of {machine.shards} shards and "
             "exchanges it with other nodes; what FSDP2 sends inside a node is part of the micro-batch"
         )
-        print(textwrap.fill(text, COLUMNS))
+        print(fold(text))
     if machine.ranks_per_node > 1:
         text = (
             f"on nodes of {machine.ranks_per_node} ranks: the link is a node's, a rank inside has "
             f"{_rate(machine.inside)}; gradients are added up inside first, except in rows of one level"
         )
-        print(textwrap.fill(text, COLUMNS))
+        print(fold(text))
     print(f"\n{'':32}{'s/update':>9}{'waits':>6}{'MB sent':>8}{'MB held':>8}")
     for one in last.prices:
         print(
@@ -190,10 +188,9 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
             f"{_megabytes(one.sent_bytes):>8}{one.memory_bytes / 1e6:8,.0f}  {last.why_not(one)}"
         )
     print(
-        textwrap.fill(
+        fold(
             "waits: share of an update that waits for others. MB sent: by a rank per update. MB held: by a rank, for "
-            "model, gradients and optimizer. Reasons in nats: of held-out loss, per byte, of a small GPT.",
-            COLUMNS,
+            "model, gradients and optimizer. Reasons in nats: of held-out loss, per byte, of a small GPT."
         )
     )
     if any(_has_clock(one.arm) for one in last.prices):
@@ -211,7 +208,7 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
             f"the loader takes {slower:.1f} times as long as a micro-batch: with --echo ready, which uses batches "
             f"again meanwhile, an update takes {echoed.seconds:.4f} s; ask stretto diagnose what that gains"
         )
-        print(textwrap.fill(text, COLUMNS, subsequent_indent="  "))
+        print(fold(text, indent=2))
 
 
 def _ranks_of(machine: Machine) -> str:
@@ -280,7 +277,7 @@ def recommendation(ranking: Ranking) -> str:
             f"{fixed.micro_batches} for every rank the fastest, {fixed.arm}, is "
             f"{base.seconds_per_micro_batch / fixed.seconds_per_micro_batch:.2f} times as fast"
         )
-    return textwrap.fill(text, COLUMNS, subsequent_indent="  ")
+    return text
 
 
 def _rate(link: Link) -> str:
@@ -296,8 +293,8 @@ def print_report(report: Report) -> None:
     for finding in report.findings:
         mark = "ok " if finding.passed else "BAD"
         row = f"{mark}  {finding.check:{checks}}  {_whom(finding):{whose}}  {finding.detail}"
-        print(textwrap.fill(row, COLUMNS, subsequent_indent=" " * (checks + whose + 9)))
-    print(textwrap.fill(report.summary, COLUMNS))
+        print(fold(row, indent=checks + whose + 9))
+    print(fold(report.summary))
 
 
 def _whom(finding: Finding) -> str:
@@ -318,13 +315,9 @@ def print_preset(name: str, preset: Preset) -> None:
     for option, (value, source) in preset.settings.items():
         text = shown(value) if len(shown(value)) <= _VALUE else shown(value).replace(",", ", ")
         line = f"  {option:28} {text:{_VALUE}} [{sources.index(source) + 1}]"
-        print(textwrap.fill(line, COLUMNS, subsequent_indent=" " * 31, break_on_hyphens=False))
+        print(fold(line, indent=31))
     print()
     for number, source in enumerate(sources, start=1):
-        print(
-            textwrap.fill(
-                f"  [{number}] {source}", COLUMNS, subsequent_indent=" " * 6, break_on_hyphens=False
-            )
-        )
+        print(fold(f"  [{number}] {source}", indent=6))
     if preset.note:
-        print(f"\n{textwrap.fill(preset.note, COLUMNS)}")
+        print(f"\n{fold(preset.note)}")

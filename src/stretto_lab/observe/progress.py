@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from stretto.records import Incident, Update
 from stretto_lab.observe.records import Observer
@@ -37,6 +37,8 @@ class Header:
     """Committed updates until the end; None where they do not end the run."""
     seconds: float | None
     """Training seconds until the end; None where they do not end the run."""
+    data: str = ""
+    """Samples or tokens until the end, for people; empty where they do not end the run."""
     is_virtual: bool = False
     """Whether the run has a virtual clock, so that its seconds are not those of who looks on."""
     loss_unit: str = ""
@@ -53,7 +55,8 @@ class Progress(Observer):
 
     def __init__(self, header: Header) -> None:
         self._header = header
-        self._recent: collections.deque[tuple[Update, float]] = collections.deque(maxlen=WINDOW + 1)
+        self._recent: collections.deque[_Moment] = collections.deque(maxlen=WINDOW + 1)
+        self._share: Callable[[], float] = float
         self._curve = Curve()
         self._heldout = "not yet evaluated"
         self._live: Any = None
@@ -81,6 +84,10 @@ class Progress(Observer):
         """Tell that the run ends as soon as `is_stopped()`: a stop signal has come, and what is under way lands."""
         self._is_stopped = is_stopped
 
+    def lasts(self, share: Callable[[], float]) -> None:
+        """Tell how far the run is: `share()` of the updates, samples or tokens that end it is done, at most 1."""
+        self._share = share
+
     def doing(self, what: str) -> None:
         """Print what is being done before the first update can be."""
         self.waits(what)
@@ -98,8 +105,8 @@ class Progress(Observer):
             return ""
         if self._is_stopped():
             return f"{LANDING}: {self._since_text()}"
-        if self._recent and self._shown_step != self._recent[-1][0].step:
-            self._shown_step = self._recent[-1][0].step
+        if self._recent and self._shown_step != self._recent[-1].update.step:
+            self._shown_step = self._recent[-1].update.step
             return self._line()
         if self._recent:
             return f"update {self._step_text()}: {self._since_text()}"
@@ -111,7 +118,7 @@ class Progress(Observer):
 
     def updated(self, update: Update, training_seconds: float) -> None:
         self._begin()
-        self._recent.append((update, training_seconds))
+        self._recent.append(_Moment(update, training_seconds, self._share()))
         self._since = time.monotonic()
         self._curve.append(update.loss)
         for incident in update.incidents:
@@ -171,8 +178,14 @@ class Progress(Observer):
         is_long = time.monotonic() - self._since > SECONDS
         since = f", {self._since_text()}" if is_long else ""
         ending = [("ending", LANDING)] if self._is_stopped() else []
-        if len(self._recent) < 2:
-            return [("update", f"waiting for the first ones{since}"), ("held-out", self._heldout), *ending]
+        if not self._recent:
+            return [("update", f"waiting for the first one{since}"), ("held-out", self._heldout), *ending]
+        if len(self._recent) < 2:  # no time between two is known
+            first = [
+                ("update", f"{self._step_text()}{since}"),
+                ("loss", f"{self._recent[-1].update.loss:.4f}"),
+            ]
+            return [*first, ("held-out", self._heldout), *ending]
         averages = _Averages(self._recent)
         rows = [
             ("update", f"{self._step_text()}, {self._left_text()}{since}"),
@@ -192,17 +205,17 @@ class Progress(Observer):
         return rows + ending
 
     def _print_last_line(self) -> None:
-        if self._recent and self._shown_step != self._recent[-1][0].step:
+        if self._recent and self._shown_step != self._recent[-1].update.step:
             self._print_line()
 
     def _print_line(self) -> None:
         self._last_line = time.monotonic()
-        self._shown_step = self._recent[-1][0].step
+        self._shown_step = self._recent[-1].update.step
         self._print(self._line())
 
     def _line(self) -> str:
         if len(self._recent) < 2:
-            return f"update {self._step_text()}  loss {self._recent[-1][0].loss:.4f}"
+            return f"update {self._step_text()}  loss {self._recent[-1].update.loss:.4f}"
         averages = _Averages(self._recent)
         parts = [
             f"update {self._step_text()}",
@@ -220,18 +233,20 @@ class Progress(Observer):
         return "  ".join(parts)
 
     def _step_text(self) -> str:
-        step = self._recent[-1][0].step
-        return str(step) if self._header.updates is None else f"{step}/{self._header.updates}"
+        last = self._recent[-1]
+        text = f"{last.update.step}" + ("" if self._header.updates is None else f"/{self._header.updates}")
+        return f"{text}, {last.share:.0%} of {self._header.data}" if self._header.data else text
 
     def _left_text(self) -> str:
-        """Say how many hours, if any, minutes and seconds are left until the first of the run's two possible ends."""
-        update, training_seconds = self._recent[-1]
+        """Say how many hours, if any, minutes and seconds are left until the first of the run's possible ends."""
+        last, averages = self._recent[-1], _Averages(self._recent)
         left = []
         if self._header.updates is not None:
-            per_update = _Averages(self._recent).seconds_per_update
-            left.append((self._header.updates - update.step) * per_update)
+            left.append((self._header.updates - last.update.step) * averages.seconds_per_update)
         if self._header.seconds is not None:
-            left.append(self._header.seconds - training_seconds)
+            left.append(self._header.seconds - last.seconds)
+        if self._header.data and averages.share_per_second:
+            left.append((1 - last.share) / averages.share_per_second)
         if not left:
             return "unknown left"
         shortest = clock(min(left))
@@ -240,9 +255,19 @@ class Progress(Observer):
     def _share_done(self) -> float:
         if not self._recent:
             return 0.0
-        update, training_seconds = self._recent[-1]
-        plans = ((update.step, self._header.updates), (training_seconds, self._header.seconds))
-        return min(1.0, max((done / planned for done, planned in plans if planned), default=0.0))
+        last = self._recent[-1]
+        plans = ((last.update.step, self._header.updates), (last.seconds, self._header.seconds))
+        return min(1.0, max(last.share, *(done / planned if planned else 0.0 for done, planned in plans)))
+
+
+class _Moment(NamedTuple):
+    """What is known of a run right after an update."""
+
+    update: Update
+    seconds: float
+    """Of training so far."""
+    share: float
+    """Of the run's updates, samples or tokens that is done; 0 where they do not end it."""
 
 
 class Curve:
@@ -277,14 +302,15 @@ class Curve:
 class _Averages:
     """Averages over the last updates: those after the oldest one kept, which marks the beginning of their time."""
 
-    def __init__(self, recent: "collections.deque[tuple[Update, float]]") -> None:
-        updates = [update for update, _ in recent][1:]
-        seconds = max(recent[-1][1] - recent[0][1], 1e-9)
+    def __init__(self, recent: "collections.deque[_Moment]") -> None:
+        updates = [moment.update for moment in recent][1:]
+        seconds = max(recent[-1].seconds - recent[0].seconds, 1e-9)
         fresh, echoed = sum(update.fresh for update in updates), sum(update.echoed for update in updates)
         # An update may hold no batch in its first use.
         first_losses = [one.first_use_loss for one in updates if math.isfinite(one.first_use_loss)]
         self.loss = sum(update.loss for update in updates) / len(updates)
         self.seconds_per_update = seconds / len(updates)
+        self.share_per_second = (recent[-1].share - recent[0].share) / seconds
         self.samples_per_second = sum(update.samples for update in updates) / seconds
         self.exposed_share = sum(update.exposed_seconds for update in updates) / seconds
         self.lane_share = sum(update.lane_seconds for update in updates) / seconds

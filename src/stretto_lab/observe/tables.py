@@ -3,12 +3,11 @@
 import collections
 import math
 import statistics
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from stretto.errors import MissingExtra
-from stretto_lab.patience import COLUMNS
+from stretto_lab.patience import COLUMNS, fold
 
 
 def print_table(
@@ -177,7 +176,7 @@ def print_demo(runs: Sequence[Run]) -> None:
         left=1,
         width=COLUMNS,
     )
-    print(textwrap.fill(_verdict(arms), COLUMNS))
+    print(fold(_verdict(arms)))
 
 
 def times_as_long(own: Sequence[Run], others: Sequence[Run]) -> tuple[str, str, str]:
@@ -260,7 +259,7 @@ def print_campaign(report: Mapping[str, Any]) -> None:
     print(f"{len(report['broken'])} promises broken")
     print(f"{report['false_alarms']} false alarms in {report['clean_rounds']:,} clean rounds")
     overheads = ", ".join(f"{name} {share - 1:+.0%}" for name, share in report["overheads"].items())
-    print(textwrap.fill(f"processor time of guards: {overheads}", COLUMNS))
+    print(fold(f"processor time of guards: {overheads}"))
     print(f"{report['seconds']:.0f} s")
 
 

@@ -1,10 +1,13 @@
-"""Records as tables in Markdown, which are read in a terminal too: the paper's number in brackets after ours."""
+"""Records as tables: the paper's number in brackets after ours."""
 
 from collections.abc import Sequence
 
 from stretto_lab.reproduce.intervals import Interval
 from stretto_lab.reproduce.record import Record
 from stretto_lab.reproduce.results import CellFound, EffectFound, Found
+
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""The titles of columns, and rows of cells."""
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -50,14 +53,14 @@ def cell_text(found: CellFound) -> str:
     return text if found.cell.paper is None else f"{text} ({number(found.cell.paper, digits)})"
 
 
-def cells_table(found: Found) -> str:
+def cells_table(found: Found) -> Table:
     """Return a record's own table: rows and columns as in the paper."""
     columns = list(dict.fromkeys(column for row in found.cells.values() for column in row))
     rows = [
         [name, *(cell_text(row[column]) if column in row else "" for column in columns)]
         for name, row in found.cells.items()
     ]
-    return markdown(["", *(_titled(found.record, column) for column in columns)], rows)
+    return ["", *(_titled(found.record, column) for column in columns)], rows
 
 
 def _titled(record: Record, column: str) -> str:
@@ -65,13 +68,13 @@ def _titled(record: Record, column: str) -> str:
     return f"{column}, {units.pop()}" if len(units) == 1 else column
 
 
-def effects_table(found: Found) -> str:
+def effects_table(found: Found) -> Table:
     """Return what decides the verdict: every effect with its interval, what the paper says, and what that gives."""
     rows = [
         [one.effect.says, around(one.interval, one.effect.digits), said(one), one.verdict]
         for one in found.effects
     ]
-    return markdown(["what is compared", "here, 95 %", "paper", "verdict"], rows)
+    return ["what is compared", "here, 95 %", "paper", "verdict"], rows
 
 
 def said(one: EffectFound) -> str:

@@ -103,6 +103,12 @@ class Training(Options, Generic[TaskT]):
         """Fresh samples after which the run ends, or None where they do not end it."""
         return self.samples if self.tokens is None else -(-self.tokens // tokens_of(self.task))
 
+    @property
+    def planned_data(self) -> str:
+        """Samples or tokens after which the run ends, for people; empty where they do not end it."""
+        given = [f"{count:,} {name}" for name in LENGTHS[1:] if (count := getattr(self, name)) is not None]
+        return "".join(given)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Job(Training[TaskT]):

@@ -167,6 +167,7 @@ def _progress(
         title=title,
         updates=run.planned_updates,
         seconds=run.planned_seconds,
+        data=run.planned_data,
         loss_unit=loss_unit(run.task),
         is_passing=is_passing,
     )
@@ -204,6 +205,8 @@ def train_at(
         saves = Saves(run, task, handle, totals, context.term)
         if progress is not None:
             progress.lands_when(lambda: saves.is_stopped)
+            if budget is not None:
+                progress.lasts(budget.share)
             if start.step:
                 progress.doing(f"going on after update {start.step}")
             for note in start.notes:

@@ -149,6 +149,7 @@ def simulate(simulation: SimulateConfig[TaskT], *, shows_progress: bool = False)
         title=title,
         updates=run.planned_updates,
         seconds=run.planned_seconds,
+        data=run.planned_data,
         is_virtual=True,
         loss_unit=loss_unit(run.task),
     )
