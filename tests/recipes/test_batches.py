@@ -1,6 +1,8 @@
 """The order of the data: one for all world sizes. That it resumes anywhere is checked in tests/testing."""
 
 import random
+import sys
+import threading
 from functools import partial
 from itertools import islice
 
@@ -12,6 +14,7 @@ from stretto_lab.recipes.batches import MicroBatches, reshard
 from stretto_lab.recipes.blocks import Packed, Streams
 from stretto_lab.recipes.instructions import read_text
 from stretto_lab.recipes.text import BytePairs
+from tests.processes import Command
 
 SAMPLES, SIZE, SEED = 23, 3, 5
 
@@ -24,6 +27,28 @@ class Numbers:
 
     def batch(self, indices: Tensor) -> list[int]:
         return indices.tolist()
+
+
+class Endless(Numbers):
+    """Samples that are read for ever, as from a disk that hangs."""
+
+    def batch(self, indices: Tensor) -> list[int]:
+        sys.stdout.write("reading\n")
+        sys.stdout.flush()
+        threading.Event().wait()
+        return []
+
+
+def read_for_ever() -> None:
+    next(iter(MicroBatches(Endless(), SIZE, rank=0, world_size=1, seed=SEED, workers=2)))
+
+
+@pytest.mark.timeout(60)  # it would wait as long as they read
+def test_processes_that_read_ahead_end_with_their_rank_whatever_ends_it() -> None:
+    with Command(function=read_for_ever) as rank:
+        assert [rank.stdout.readline() for _ in range(2)] == ["reading\n"] * 2
+        rank.kill()
+        assert rank.communicate() == ("", "")
 
 
 def loader(

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from stretto.errors import WorkerFailed
+from stretto_lab.lifeline import end_with_parent
 
 PRELOAD = ("stretto_lab.train.rank", "torch._dynamo")
 """Modules that are imported once, before processes are forked. Making an optimizer imports the second, which takes
@@ -251,23 +252,10 @@ def _run(body: Callable[..., None], pipe: Connection, args: tuple[Any, ...]) -> 
     """Run one process."""
     # The process that started us decides; see `_start_server`.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _end_with_launcher()
+    end_with_parent()
     body(pipe, *args)
     sys.stdout.flush()
     sys.stderr.flush()
-
-
-def _end_with_launcher() -> None:
-    """End this process when the one that started it has ended, even by SIGKILL."""
-    launcher = multiprocessing.parent_process()
-    if launcher is None:
-        return
-
-    def watch() -> None:
-        wait([launcher.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, name="stretto-launcher", daemon=True).start()
 
 
 class Stops:
