@@ -211,6 +211,24 @@ def test_a_stop_and_an_update_that_takes_long_are_told(monkeypatch: pytest.Monke
     assert LANDING not in shown()
     asked[0] = True
     assert LANDING in shown()
+    asked[0] = False
+    progress.updated(update(10), training_seconds=20.0)
+    assert "10/10, 0:00 left " in shown()
+    now[0] += 12
+    assert "10/10, last evaluation and save, 0:12 since then" in shown()
+    progress.close()
+    assert "10/10, 0:00 left " in shown()
+    now[0] += 12
+    assert "10/10, 0:00 left " in shown()
+
+
+def test_a_stop_is_told_after_silence_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("stretto_lab.observe.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
+    progress = Progress(HEADER)
+    progress.lands_when(lambda: True)
+    progress.updated(update(1), training_seconds=2.0)
+    now[0] += 12
     assert progress._still() == f"{LANDING}: 0:12 since then"
 
 

@@ -65,6 +65,7 @@ class Progress(Observer):
         self._doing, self._since = "getting ready", time.monotonic()
         self._patience: Patience | None = None
         self._is_stopped: Callable[[], bool] = bool
+        self._has_ended = False
 
     @contextmanager
     def watched(self) -> Iterator[Self]:
@@ -143,6 +144,7 @@ class Progress(Observer):
 
     def close(self) -> None:
         """Leave the last state on the screen, unless the run is one of many."""
+        self._has_ended = True
         if self._live is not None:
             self._live.stop()
         elif self._shows_lines:
@@ -175,7 +177,7 @@ class Progress(Observer):
             self._live = live_panel(self, is_passing=self._header.is_passing)
 
     def _rows(self, curve: str) -> list[tuple[str, str]]:
-        is_long = time.monotonic() - self._since > SECONDS
+        is_long = time.monotonic() - self._since > SECONDS and not self._has_ended
         since = f", {self._since_text()}" if is_long else ""
         ending = [("ending", LANDING)] if self._is_stopped() else []
         if not self._recent:
@@ -187,8 +189,10 @@ class Progress(Observer):
             ]
             return [*first, ("held-out", self._heldout), *ending]
         averages = _Averages(self._recent)
+        is_at_end = is_long and self._share_done() == 1
+        left = "last evaluation and save" if is_at_end else self._left_text()
         rows = [
-            ("update", f"{self._step_text()}, {self._left_text()}{since}"),
+            ("update", f"{self._step_text()}, {left}{since}"),
             ("loss", f"{averages.loss:.4f}{curve}"),
             ("held-out", self._heldout),
             ("speed", f"{averages.samples_per_second:,.0f} samples/s"),

@@ -213,6 +213,8 @@ def train_at(
                 progress.doing(f"note: {note}")
         totals.evaluations.extend(start.evaluations)
         _begin_together(context)
+        if progress is not None and not totals.evaluations:
+            progress.waits("evaluating before the first update")
         stopwatch = Stopwatch(start.training_seconds, context.now)
         observers = _observers(run, start, context, progress, rehearsal)
         loop = Loop(
