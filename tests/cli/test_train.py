@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+import torch
 
 from stretto.records import Update
 from stretto_lab.cli import main
@@ -37,7 +38,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]
     folder = tmp_path_factory.mktemp("finished") / "run"
     with redirect_stdout(io.StringIO()) as shown:
         assert main(["train", *SHARED, "--run-dir", str(folder)]) == 0
-    return folder, shown.getvalue().splitlines()
+    return folder, [*without_waits(shown.getvalue().splitlines())]
 
 
 def test_one_command_trains_and_leaves_a_whole_folder(finished: tuple[Path, list[str]]) -> None:
@@ -52,6 +53,15 @@ def test_one_command_trains_and_leaves_a_whole_folder(finished: tuple[Path, list
         ".lock", "checkpoints", "config.json", "evaluations.jsonl", "memory.jsonl", "model.pt", "report.html",
         "tensorboard", "updates.jsonl",
     }  # fmt: skip
+
+
+def test_the_page_of_a_run_says_how_many_parameters_it_has(finished: tuple[Path, list[str]]) -> None:
+    run, _ = finished
+    state = torch.load(run / "model.pt", weights_only=True)
+    learned = [name for name in state if "running_" not in name and "num_batches" not in name]
+    count = sum(state[name].numel() for name in learned)
+    assert json.loads((run / "config.json").read_text())["parameters"] == count
+    assert re.search(rf"parameters</dt>\s*<dd>{count:,}<", (run / "report.html").read_text())
 
 
 def test_the_end_says_what_to_do_next(finished: tuple[Path, list[str]]) -> None:

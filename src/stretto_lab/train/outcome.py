@@ -178,6 +178,13 @@ def prepare_run_folder(
     replace_json(folder / _CONFIG, described)
 
 
+def note_parameters(folder: Path, count: int) -> None:
+    """Add to the configuration of a run how many parameters its model has, which is known once a rank has built it."""
+    path = folder / _CONFIG
+    if path.is_file():
+        replace_json(path, {**json.loads(read_whole(path)), "parameters": count})
+
+
 _CONFIG = "config.json"
 """The first file of a run: a folder without it, and with anything else, is not a run's."""
 _OURS = (

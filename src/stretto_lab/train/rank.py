@@ -43,7 +43,7 @@ from stretto_lab.train.budget import Budget, budget_of
 from stretto_lab.train.configuration import RunConfig, TaskT
 from stretto_lab.train.handle import Rehearsal, open_handle
 from stretto_lab.train.loop import Loop, LoopPlan, Stopwatch, seconds_to_loss
-from stretto_lab.train.outcome import Outcome, Totals
+from stretto_lab.train.outcome import Outcome, Totals, note_parameters
 from stretto_lab.train.shards import placed, whole_state
 from stretto_lab.train.slow_rank import Wait, slow_down
 from stretto_lab.train.state import Saves, TrainState, loader_of
@@ -252,8 +252,10 @@ def _begun(
         progress.doing(f"workers have started on {context.device}{follows}")
     task = task or _built(run, context.rank, context.world_size)
     mesh = placed(task, run, context.device)
+    size = sum(parameter.numel() for parameter in task.model.parameters())
+    if context.rank == 0 and run.run_dir is not None:
+        note_parameters(Path(run.run_dir), size)
     if progress is not None:
-        size = sum(parameter.numel() for parameter in task.model.parameters())
         progress.doing(f"data and model are ready: {size:,} parameters")
     return task, mesh
 
