@@ -3,14 +3,13 @@
 Nothing here imports PyTorch, whose import is itself waited for.
 """
 
-import os
 import shutil
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from contextlib import closing, suppress
 from typing import TextIO
 
 SECONDS = 4.0
@@ -55,22 +54,15 @@ class Patience:
         return max(0.0, self._heard + SECONDS - time.monotonic())
 
 
-def waiting(what: str, stream: TextIO | None = None) -> AbstractContextManager[object]:
+def waiting(what: str, stream: TextIO | None = None) -> closing[Patience]:
     """Return a block in which one thing is waited for of which nothing is known but how long it has taken.
 
     Args:
         what: It.
         stream: Where that is told; None is the standard output.
     """
-    if not speaks():
-        return nullcontext()
     started = time.monotonic()
     return closing(Patience(lambda: f"{what}: {clock(time.monotonic() - started)} so far", stream))
-
-
-def speaks() -> bool:
-    """Return whether this process tells what it waits for: of all ranks that a launcher has started, the first does."""
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def clock(seconds: float) -> str:

@@ -16,6 +16,7 @@ from stretto_lab.cli.help import COMMANDS
 from stretto_lab.cli.options import options_of
 from stretto_lab.peers import PEERS
 from stretto_lab.recipes import RECIPES, recipe
+from stretto_lab.train.arms import AUTO
 
 LINES, COLUMNS = 40, 80
 TAKE_RECIPE = [name for name, command in COMMANDS.items() if "RECIPE" in command.takes]
@@ -54,7 +55,7 @@ def test_help_all_explains_every_option_in_80_columns(
 @pytest.mark.parametrize(
     ("command", "option", "choices"),
     [
-        ("train", "strategy", STRATEGIES),
+        ("train", "strategy", [*STRATEGIES, AUTO]),
         ("simulate", "strategy", STRATEGIES),
         ("diagnose", "strategy", STRATEGIES),
         ("compare", "strategies", PEERS),

@@ -4,9 +4,10 @@ Nothing here or in `help` imports PyTorch, which takes seconds: the first line, 
 before.
 """
 
+import os
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from importlib import metadata
 
 from stretto.errors import ConfigError, CorruptionError, OutputClosed, StrettoError, WorkerFailed
@@ -16,7 +17,7 @@ from stretto_lab.cli.estimate import print_estimate
 from stretto_lab.cli.help import COMMANDS, HELP, HELP_ALL, overview, plain_help
 from stretto_lab.estimate import EstimateConfig
 from stretto_lab.interrupts import INTERRUPTED, interrupts_end
-from stretto_lab.patience import fold, speaks, waiting
+from stretto_lab.patience import fold, waiting
 
 FAILED, MISUSED, DAMAGED = 1, 2, 3
 """Exit codes beside 0 and `INTERRUPTED`; see `main`."""
@@ -68,18 +69,30 @@ def _run(name: str, words: Sequence[str]) -> int:
         else:
             print_estimate(words)
         return 0
-    # Of help, only the help itself goes to the standard output.
-    told = sys.stderr if asks_help else sys.stdout
-    is_told = speaks() and (not asks_help or told.isatty())
-    if "torch" not in sys.modules and is_told:
-        print("loading PyTorch", file=told, flush=True)
-    with interrupts_end(), waiting("loading PyTorch", told) if is_told else nullcontext():
-        from stretto_lab.cli.commands import help_of, run_command
+    with _told_by_one_rank():
+        # Of help, only the help itself goes to the standard output.
+        told = sys.stderr if asks_help else sys.stdout
+        is_told = not asks_help or told.isatty()
+        if "torch" not in sys.modules and is_told:
+            print("loading PyTorch", file=told, flush=True)
+        with interrupts_end(), waiting("loading PyTorch", told) if is_told else nullcontext():
+            from stretto_lab.cli.commands import help_of, run_command
 
-    if asks_help:
-        print(help_of(name, words), end="")
-        return 0
-    return run_command(name, words)
+        if asks_help:
+            print(help_of(name, words), end="")
+            return 0
+        return run_command(name, words)
+
+
+@contextmanager
+def _told_by_one_rank() -> Iterator[None]:
+    """Let the first of the ranks that a launcher has started print what it does; errors are each rank's own."""
+    rank = os.environ.get("RANK" if "WORLD_SIZE" in os.environ else "SLURM_PROCID")
+    if rank in (None, "0"):
+        yield
+        return
+    with open(os.devnull, "w") as nobody, redirect_stdout(nobody):
+        yield
 
 
 def _version() -> str:

@@ -235,9 +235,9 @@ class RunConfig(Job[TaskT]):
     """One training run, with its files."""
 
     strategy: str = "zero1"
-    """ddp, zero1, dpu, wp, acco, average, local, diloco, paft-sync or paft-dyn; what is set for it alone follows after
-    colons, as in acco:first=1 or average:4:wire=int4. Several take turns as in zero1+acco:wire=int8@100+ddp@900. auto
-    takes what `stretto plan` says."""
+    """auto, ddp, zero1, dpu, wp, acco, average, local, diloco, paft-sync or paft-dyn; what is set for it alone follows
+    after colons, as in acco:first=1 or average:4:wire=int4. Several take turns as in zero1+acco:wire=int8@100+ddp@900.
+    auto takes what `stretto plan` says."""
     total_micro_batches: int | None = None
     """Micro-batches of all ranks together in an update, dealt out in turn, instead of `micro_batches` of each; so that
     the batch is the same on any number of ranks. With --survive it stays what it was at the beginning."""

@@ -211,10 +211,9 @@ def train_at(
                 progress.doing(f"going on after update {start.step}")
             for note in start.notes:
                 progress.doing(f"note: {note}")
+            progress.waits("waiting for the others, or evaluating before the first update")
         totals.evaluations.extend(start.evaluations)
         _begin_together(context)
-        if progress is not None and not totals.evaluations:
-            progress.waits("evaluating before the first update")
         stopwatch = Stopwatch(start.training_seconds, context.now)
         observers = _observers(run, start, context, progress, rehearsal)
         loop = Loop(
