@@ -3,6 +3,7 @@
 import hashlib
 import os
 import signal
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -42,7 +43,9 @@ class Lived:
     killed: tuple[tuple[int, int], ...] = ()
     """Seat, and the collective of its jobs in which it is killed."""
     stopped: tuple[int, ...] = ()
-    """Of these, seats that are stopped instead, until the others have done their work."""
+    """Of these, seats that are stopped instead, until the others train without them; then they send 666."""
+    again: int | None = None
+    """Place for which another process comes once one of its jobs has been struck."""
     host: tuple[int, signal.Signals, int] | None = None
     """Process that hosts the store, what rank 0 sends it, and after which update."""
 
@@ -126,24 +129,34 @@ class Struck(WrappedGroup):
 
     def perform(self, call: Call) -> dist.Work:
         """Let the inner group begin it, and let happen what is due."""
+        self._moments.spoil(call)
         work = super().perform(call)
         self._moments.passed()
+        self._moments.spoil(call)
         return work
 
 
 class Moments:
     """What happens to one process."""
 
-    def __init__(self, lived: Lived, seat: int) -> None:
+    def __init__(self, lived: Lived, seat: int, store: dist.Store) -> None:
         self._at = dict(lived.killed).get(seat)
         self._signal = signal.SIGSTOP if seat in lived.stopped else signal.SIGKILL
+        self._store = store
         self._collectives = 0
 
     def passed(self) -> None:
         """One more collective has begun."""
         if self._collectives == self._at:
+            self._store.set("struck", "")
             os.kill(os.getpid(), self._signal)
         self._collectives += 1
+
+    def spoil(self, call: Call) -> None:
+        """Let a process that has slept send other values."""
+        if self._at is not None and self._collectives > self._at:
+            for tensor in call.inputs:
+                tensor.fill_(666 if tensor.is_floating_point() else 66)
 
 
 @dataclass
@@ -189,8 +202,16 @@ def check_samples(terms: list[list[Told]], strategy: st.Strategy | st.Switching,
 
 def live(rank: int, lived: Lived, port: int, folder: str | None) -> tuple[str, list[Told]]:
     """One rank's life; return the digest of its model, and what it has seen."""
-    moments, built = Moments(lived, rank), Built()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=LONG)
+    moments, built = Moments(lived, rank, store), Built()
     terms: list[Told] = []
+    if rank == lived.ranks:
+        store.wait(["struck"], LONG)
+
+    def wake(seats: Iterable[int]) -> None:
+        for seat in seats:
+            with suppress(ProcessLookupError):  # it has woken, and ended
+                os.kill(int(store.get(f"process/{seat}")), signal.SIGCONT)
 
     def train(term: Term) -> str:
         job = Job(lived, Struck(term.group, moments), built)
@@ -206,20 +227,23 @@ def live(rank: int, lived: Lived, port: int, folder: str | None) -> tuple[str, l
             if folder is not None and update.step % lived.every == 0:
                 st.checkpoint.save(job.parallel, folder, loader=job.samples, keep=100)
             term.keep(job.parallel, loader=job.samples)
+            wake(set(lived.stopped) - set(term.seats))
 
         return job.train(lived.updates, on_update)
 
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=LONG)
     store.set(f"process/{rank}", str(os.getpid()))
     try:
         model = survives(
-            train, store=store, rank=rank, ranks=lived.ranks, every=lived.every, silent_seconds=SILENT_SECONDS
+            train,
+            store=store,
+            rank=rank if rank < lived.ranks else lived.again,
+            ranks=lived.ranks,
+            every=lived.every,
+            silent_seconds=SILENT_SECONDS,
         )
     except LeftOut as error:
         return str(error), terms
-    for seat in lived.stopped:
-        with suppress(ProcessLookupError):  # another one has woken it, and it has ended
-            os.kill(int(store.get(f"process/{seat}")), signal.SIGCONT)
+    wake(lived.stopped)
     return model, terms
 
 
@@ -233,4 +257,5 @@ def fresh(rank: int, lived: Lived, path: str | None) -> str:
 def lives(lived: Lived, folder: str | None = None) -> list[Outcome]:
     """What became of every rank."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return rank_outcomes(lived.ranks, live, lived, store.port, folder, backend=None)
+    processes = lived.ranks + (lived.again is not None)
+    return rank_outcomes(processes, live, lived, store.port, folder, backend=None)

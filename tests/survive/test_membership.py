@@ -205,6 +205,32 @@ def test_a_process_started_again_has_a_seat_of_its_own() -> None:
     assert [Membership(store, rank, 2, 1.0).seat for rank in (1, 0, 1, 1, 0)] == [1, 0, 2, 3, 4]
 
 
+def test_where_all_members_are_dead_nobody_waits_to_come_in() -> None:
+    """Nobody supervises them: that they are dead is said by those that come in their places."""
+    for has_begun in (False, True):
+        store = dist.PrefixStore("job", dist.HashStore())
+        members = [Membership(store, rank, 2, 0.2) for rank in range(2)]
+        if has_begun:
+            on_threads(lambda member: member.enter(), members)
+        come = [Membership(store, rank, 2, 0.2) for rank in (1, 0)]
+        for member in come:
+            with pytest.raises(
+                LeftOut, match=r"seat [23]: the job ended before this process could come in: no member"
+            ):
+                member.enter()
+
+
+def test_one_in_whose_place_another_has_come_is_left_out() -> None:
+    store = dist.PrefixStore("job", dist.HashStore())
+    first, second = (Membership(store, rank, 2, 30.0) for rank in range(2))
+    Membership(store, 1, 2, 30.0)
+    assert first.following(Ended(0, [0, 1])) == (1, [0])
+    with pytest.raises(LeftOut, match="seat 1: "):
+        second.following(Ended(0, [0, 1]))
+    with pytest.raises(LeftOut, match="another process has come in its place"):
+        second.following(Ended(1, [1]))
+
+
 def is_enough(updates: int, keep: float, update: float, given: float, sent: float) -> bool:
     """Whether keeping a generation takes a hundredth of time and bytes, or would be rarer than every five minutes."""
     time_between, sent_between = updates * update * (1 + 1e-9), updates * sent * (1 + 1e-9)

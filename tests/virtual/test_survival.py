@@ -1,15 +1,17 @@
 """Ranks of a virtual cluster die and come at an update, and the job goes on as on real processes."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import stretto as st
 from experiments.numbered import Numbered
+from stretto.errors import TornCheckpoint
 from stretto_lab.virtual import Died, VirtualCluster, survive
 from tests.survive.lived import Built, Told, batch_of, check_samples, check_terms, digest
 
@@ -41,6 +43,7 @@ class Case:
     losses: Mapping[int, int] = field(default_factory=dict)
     """By seat, the update after which it dies; newcomers have seats, too."""
     every: int = 4
+    updates: int = UPDATES
     again_ns: int | None = None
 
 
@@ -53,6 +56,8 @@ class Seen:
     """Digest of the model with which it went on."""
     committed: dict[int, str] = field(default_factory=dict)
     """Digest after each update."""
+    largest: float = 0.0
+    """Of the parameters after any update."""
 
 
 @dataclass
@@ -64,15 +69,19 @@ class Life:
     """The parameters at the end, if it lived so long."""
 
 
-def lived(case: Case) -> dict[int, Life]:
-    """Return every process's life, by seat."""
-    lives: dict[int, Life] = {}
+def training(
+    case: Case,
+    lives: dict[int, Life],
+    group_of: Callable[[st.Term], dist.ProcessGroup] = lambda term: term.group,
+    numbered: type[Numbered] = Numbered,
+) -> Callable[[st.Term], None]:
+    """What every process calls in every term; it notes what it sees in its life."""
     built: dict[int, Built] = {}
 
     def train(term: st.Term) -> None:
         seat = term.seats[term.rank]
         parts, life = built.setdefault(seat, Built()), lives.setdefault(seat, Life())
-        samples = Numbered(term.rank, term.world_size, TOTAL)
+        samples = numbered(term.rank, term.world_size, TOTAL)
         parallel = st.DataParallel(
             parts.model,
             parts.optimizer,
@@ -80,7 +89,7 @@ def lived(case: Case) -> dict[int, Life]:
             micro_batches=TOTAL,
             scheduler=parts.scheduler,
             wire=case.wire,
-            group=term.group,
+            group=group_of(term),
         )
         restored = term.go_on(parallel, loader=samples)
         if restored is not None and len(restored.loader_states) != term.world_size:
@@ -92,18 +101,26 @@ def lived(case: Case) -> dict[int, Life]:
         def on_update(update: st.Update) -> None:
             told.counted[update.step] = update.samples
             seen.committed[update.step] = committed(parallel, parts.model)
+            seen.largest = max(seen.largest, largest(parts.model))
             if case.losses.get(seat) == update.step:
                 raise Died
             term.keep(parallel, loader=samples)
 
         with parallel:
-            for number in parallel.feed(samples, updates=UPDATES, on_update=on_update):
+            for number in parallel.feed(samples, updates=case.updates, on_update=on_update):
                 inputs, targets = batch_of(number)
                 parallel.backward((parts.model(inputs) - targets).square().mean(), samples=len(inputs))
             parallel.finish()
         life.model = nn.utils.parameters_to_vector(parts.model.parameters()).detach()
 
+    return train
+
+
+def lived(case: Case, numbered: type[Numbered] = Numbered) -> dict[int, Life]:
+    """Return every process's life, by seat."""
+    lives: dict[int, Life] = {}
     cluster = VirtualCluster(case.ranks, seed=1)
+    train = training(case, lives, numbered=numbered)
     survive(cluster, train, every=case.every, agree_ns=AGREE_NS, again_ns=case.again_ns)
     return lives
 
@@ -111,6 +128,13 @@ def lived(case: Case) -> dict[int, Life]:
 def committed(parallel: st.DataParallel, model: nn.Module) -> str:
     with parallel.settled():
         return digest(model)
+
+
+def largest(model: nn.Module) -> float:
+    """Return the largest parameter; infinity where one is no number."""
+    return max(
+        float(parameter.detach().abs().max().nan_to_num(nan=torch.inf)) for parameter in model.parameters()
+    )
 
 
 def terms_of(lives: Mapping[int, Life]) -> list[list[Told]]:
@@ -138,6 +162,50 @@ def test_one_that_comes_ends_a_term_where_a_state_is_kept() -> None:
     assert (first[0], left[0], whole[0]) == ((0, 1, 2), (1, 2), (1, 2, 3))
     assert whole[1] > left[1]
     assert len(ends_of(lives)) == 3
+
+
+def test_those_that_have_come_after_the_start_never_begin_anew() -> None:
+    lives: dict[int, Life] = {}
+
+    def group_of(term: st.Term) -> dist.ProcessGroup:
+        if (term.number, term.seats[term.rank]) == (1, 0):
+            raise Died  # the last one that had a share of the state
+        return term.group
+
+    train = training(Case(losses={1: 10}), lives, group_of)
+    with pytest.raises(TornCheckpoint, match="no generation in memory is whole"):
+        survive(VirtualCluster(2, seed=1), train, every=4, agree_ns=AGREE_NS, again_ns=AGREE_NS // 2)
+    assert [told[0].seats for told in terms_of(lives)] == [(0, 1)]
+
+
+def test_one_that_dies_while_the_first_state_is_kept_costs_nothing() -> None:
+    died: list[int] = []
+
+    class Mortal(Numbered):
+        def state_dict(self) -> dict[str, int]:
+            if not died:
+                died.append(1)
+                raise Died
+            return super().state_dict()
+
+    lives = lived(Case(), numbered=Mortal)
+    assert [(told[0].number, told[0].step) for told in terms_of(lives)] == [(1, 0)]
+    assert len(ends_of(lives)) == 2
+
+
+def test_one_that_sleeps_is_waited_for_or_left_out() -> None:
+    for sleeps_ns, seats in ((AGREE_NS, (0, 1, 2)), (3 * AGREE_NS, (0, 2))):
+        lives: dict[int, Life] = {}
+
+        def group_of(term: st.Term, sleeps_ns: int = sleeps_ns) -> dist.ProcessGroup:
+            if term.seats[term.rank] == 1:
+                term.group.stop(sleeps_ns)
+            return term.group
+
+        cluster = VirtualCluster(3, seed=1)
+        survive(cluster, training(Case(), lives, group_of), every=4, silent_ns=2 * AGREE_NS)
+        assert terms_of(lives)[-1][0].seats == seats
+        assert len(ends_of(lives)) == len(seats)
 
 
 def drawn(seed: int) -> Case:
@@ -180,7 +248,7 @@ def check_states(lives: Mapping[int, Life], case: Case) -> None:
     before: dict[int, str] = {}
     for number in sorted(by_term):
         one = by_term[number][0]
-        if number:
+        if before:
             assert one.told.step >= max(before) - case.every - 1, (case, number)
         if number and one.told.step and not is_rounded and not isinstance(case.strategy, STEPPING_ALONE):
             assert {seen.began for seen in by_term[number]} == {before[one.told.step]}, (case, number)

@@ -52,9 +52,14 @@ class Share:
 
 
 class Memory:
-    """The shares that one process holds; they outlive the job."""
+    """The shares that one process holds; they outlive the job.
 
-    def __init__(self) -> None:
+    Args:
+        is_first: Whether the process is a member from the beginning of the job. If it holds nothing, there is nothing.
+    """
+
+    def __init__(self, *, is_first: bool) -> None:
+        self._is_first = is_first
         self._shares: dict[Generation, dict[int, Share]] = {}
         self.given_bytes = 0
         """What the last keeping has sent to another rank."""
@@ -108,22 +113,22 @@ class Memory:
     def load(self, parallel: DataParallel, *, loader: Loader | None = None) -> Restored | None:
         """Let a job go on from the newest generation that its ranks hold together; all ranks must call.
 
-        None where no rank holds anything. Every share of the generation is there twice again after this. What is newer
-        is forgotten: it is not whole, and never will be.
+        None where nothing has been kept yet. Every share of the generation is there twice again after this. What is
+        newer is forgotten: it is not whole, and never will be.
 
         Raises:
             TornCheckpoint: No generation is whole: ranks have died together with those that held their copies.
         """
         found: dict[Generation, dict[int, int]] = {}
         owners: dict[Generation, int] = {}
-        inventories = Ranks(parallel).gather("looking for a generation in memory", self._inventory)
-        for rank, inventory in enumerate(inventories):
+        told = Ranks(parallel).gather("looking for a generation in memory", self._inventory)
+        for rank, (_, inventory) in enumerate(told):
             for term, step, owner, number in inventory:
                 owners[Generation(term, step)] = number
                 found.setdefault(Generation(term, step), {}).setdefault(owner, rank)
-        if not found:
-            return None
         whole = [one for one, givers in found.items() if len(givers) == owners[one]]
+        if not whole and any(knows_of_none for knows_of_none, _ in told):
+            return None
         if not whole:
             raise TornCheckpoint(
                 "no generation in memory is whole: ranks have ended together with those that held copies of their "
@@ -150,8 +155,8 @@ class Memory:
         for owner, (owners, digest, share) in unpack(copied, "shares").items():
             shares.setdefault(int(owner), Share(owners, digest, share))
 
-    def _inventory(self) -> list[list[int]]:
-        return [
+    def _inventory(self) -> tuple[bool, list[list[int]]]:
+        return self._is_first and not self._shares, [
             [one.term, one.step, owner, share.owners]
             for one, shares in self._shares.items()
             for owner, share in shares.items()

@@ -8,7 +8,8 @@ ends.
 A process is called by its *seat*, a number that no other process gets: the one that is started in the place of a dead
 one has another, and nothing that was written about the dead one counts for it.
 
-    came/<rank>           how often a process has come for this place at the start
+    came/<rank>           how often a process has come for this place
+    place/<rank>          the seat of the one that has come for it last
     newcomers             how many have come after the start
     waiting               seats that want to come in, one a line
     entered               those of them that have: who is lost later does not wait again
@@ -17,10 +18,11 @@ one has another, and nothing that was written about the dead one counts for it.
     <term>/list           the seats of a term in order, or none where the job has ended
 
 Note [Who is gone]
-    A member that has said nothing yet may be dead, or in the middle of a long pass. It is gone once its supervisor has
-    written its death. If another member has found its connection closed, it is gone unless it gives signs of life in
-    the job that ends, as every rank does twice a second until its own part has ended. Otherwise it is gone after
-    `silent_seconds` without a sign. So a rank that is late is waited for, and one that sleeps is not.
+    A member that has said nothing yet may be dead, or in the middle of a long pass. It is gone once its death is
+    written: by its supervisor, or by the process that has come in its place. If another member has found its connection
+    closed, it is gone unless it gives signs of life in the job that ends, as every rank does twice a second until its
+    own part has ended. Otherwise it is gone after `silent_seconds` without a sign. So a rank that is late is waited
+    for, and one that sleeps is not. Where all members of a term are dead, nobody waits to come in any longer.
 """
 
 import contextlib
@@ -218,32 +220,42 @@ class Membership:
         ) from error
 
     def _draw(self, rank: int) -> int:
-        if self._store.add(f"came/{rank}", 1) == 1:
-            return rank
-        return self._ranks - 1 + self._store.add("newcomers", 1)
+        is_first = self._store.add(f"came/{rank}", 1) == 1
+        seat = rank if is_first else self._ranks - 1 + self._store.add("newcomers", 1)
+        before = self._read(f"place/{rank}")
+        if before is not None and before not in deaths(self._job):
+            announce_death(self._job, before, "another process has come in its place")
+        self._store.set(f"place/{rank}", json.dumps(seat))
+        return seat
 
     def _wait_to_come_in(self) -> tuple[int, Sequence[int]]:
         self._store.append("waiting", f"{self.seat}\n")  # type: ignore[attr-defined]  # missing in torch's stub
         while True:
             latest = self._read("latest")
-            if latest is not None:
-                seats = self._read(f"{latest}/list")
-                if not seats:
-                    raise LeftOut(f"seat {self.seat}: the job ended before this process could come in")
-                if self.seat in seats:
-                    return latest, seats
+            seats = range(self._ranks) if latest is None else self._read(f"{latest}/list")
+            if self.seat in seats:
+                return latest, seats
+            if deaths(self._job).keys() >= set(seats):  # also where there are none
+                raise LeftOut(
+                    f"seat {self.seat}: the job ended before this process could come in: no member is left; if its "
+                    "work is not done, start it again from its last checkpoint"
+                )
             self._pause()
 
     def _agree(self, ended: Ended) -> tuple[int, Sequence[int]]:
         number = ended.number + 1
         self._store.set(f"{number}/said/{self.seat}", json.dumps([ended.is_done, *ended.blamed]))
-        missing = _Missing(ended, START_SECONDS if ended.number < 0 else self._silent_seconds)
+        missing = _Missing(ended, START_SECONDS if ended.number < 0 else self._silent_seconds, self._now)
         while self._read(f"{number}/list") is None:
             said = {seat: self._read(f"{number}/said/{seat}") for seat in ended.seats}
             said = {seat: found for seat, found in said.items() if found is not None}
-            if missing.are_gone(said, deaths(self._job)):
-                is_over = all(is_done for is_done, *_ in said.values())
-                self._propose(number, [] if is_over else [*said, *self._asking(ended.seats)])
+            died = deaths(self._job)
+            if self.seat in died:
+                raise LeftOut(f"seat {self.seat}: the others take this process for dead: {died[self.seat]}")
+            if missing.are_gone(said, died):
+                living = {seat: is_done for seat, (is_done, *_) in said.items() if seat not in died}
+                is_over = all(living.values())
+                self._propose(number, [] if is_over else [*living, *self._asking(ended.seats)])
             else:
                 self._pause()
         return self._listed(number)
@@ -279,6 +291,11 @@ class Membership:
     def _read(self, key: str) -> Any:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
+    # How time passes for this process; a simulation has a time of its own
+
+    def _now(self) -> float:
+        return time.monotonic()
+
     def _pause(self) -> None:
         self._answered = time.monotonic()
         time.sleep(_POLL_SECONDS)
@@ -287,9 +304,10 @@ class Membership:
 class _Missing:
     """Members that have said nothing yet; see Note [Who is gone]."""
 
-    def __init__(self, ended: Ended, patience: float) -> None:
+    def __init__(self, ended: Ended, patience: float, now: Callable[[], float]) -> None:
         self._ended = ended
         self._patience = patience
+        self._now = now
         self._signs: dict[int, tuple[str | None, float]] = {}
 
     def are_gone(self, said: Mapping[int, Sequence[Any]], died: Mapping[int, str]) -> bool:
@@ -308,7 +326,7 @@ class _Missing:
 
     def _silence(self, seat: int) -> float:
         """Return for how long a member has given no new sign, as far as this process has looked."""
-        store, now = self._ended.job_store, time.monotonic()
+        store, now = self._ended.job_store, self._now()
         sign = None if store is None else last_sign(store, self._ended.seats.index(seat))
         before, since = self._signs.setdefault(seat, (sign, now))
         if sign != before:

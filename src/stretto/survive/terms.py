@@ -297,7 +297,6 @@ class _Survivor(Generic[T]):
         self._train = train
         self._membership = membership
         self._every = every
-        self._memory = Memory()
         self._before = _Before()
         self._fruitless = 0
         self._planned: Leavable | None = None
@@ -306,6 +305,7 @@ class _Survivor(Generic[T]):
     def run(self) -> T:
         """Return what the function has returned in the last term."""
         number, seats = self._membership.enter()
+        self._memory = Memory(is_first=number == 0)
         while True:
             (number, seats), result = self._live_through(number, seats)
             if not seats:

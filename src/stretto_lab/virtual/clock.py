@@ -93,6 +93,8 @@ class Schedule:
         self._ready: list[tuple[int, float, int, Task]] = []
         """A heap by instant, then by draw; the third number keeps equal draws from comparing tasks."""
         self._num_woken = 0
+        self._held: dict[int, int] = {}
+        """Until when the tasks of a rank have no turn, by rank."""
         self._tasks_left = self._programs_left = 0
         self._threads = torch.get_num_threads()
         self._processor: int | None = None
@@ -146,6 +148,11 @@ class Schedule:
             return
         self.wake(self._current, at_ns)
         self._pass_on()
+
+    def hold(self, rank: int, until_ns: int) -> None:
+        """Let no task of a rank have a turn before `until_ns`; called by one of them, which goes on then."""
+        self._held[rank] = until_ns
+        self.sleep_until(until_ns)
 
     def park(self, waits_for: object) -> None:
         """Let the current task wait until another one wakes it.
@@ -213,7 +220,11 @@ class Schedule:
         if not self._ready:
             error = self._deadlock()
             self.fail(lambda: error)
-        self.now_ns, _, _, task = heapq.heappop(self._ready)
+        at_ns, _, _, task = heapq.heappop(self._ready)
+        while self._held.get(task.rank, 0) > at_ns:
+            self.wake(task, self._held[task.rank])
+            at_ns, _, _, task = heapq.heappop(self._ready)
+        self.now_ns = at_ns
         return task
 
     def _give(self, task: Task) -> None:

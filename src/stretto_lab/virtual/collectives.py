@@ -178,9 +178,9 @@ class CollectiveMatcher:
                     schedule.wake(task, schedule.now_ns)
 
     @property
-    def is_left(self) -> bool:
-        """Whether somebody has given the group up."""
-        return self._left_by is not None
+    def left_by(self) -> int | None:
+        """Who has given the group up first, as the run numbers ranks; None where nobody has."""
+        return self._left_by
 
     def lose(self, rank: int) -> None:
         """Let nobody wait any longer for a rank, as the run numbers it, in this group and all made of it."""

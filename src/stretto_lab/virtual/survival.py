@@ -1,4 +1,4 @@
-"""Ranks of a virtual cluster that die and come, and a job that goes on: `stretto.survives` in virtual time.
+"""Ranks of a virtual cluster that die, stop, wake and come, and a job that goes on: `stretto.survives` in virtual time.
 
 The terms, the states in memory and the job are those of real processes. Two things are not: who goes on is agreed among
 the tasks of one process, and a rank that is gone is known to be gone at once. What noticing and agreeing take on real
@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from stretto.errors import Deadlock, LeftOut, PeerFailed
 from stretto.survive import Term
-from stretto.survive.membership import Ended
+from stretto.survive.membership import Ended, Members
 from stretto.survive.terms import survive_among
 from stretto_lab.virtual.clock import Schedule, Task
 from stretto_lab.virtual.cluster import Results, VirtualCluster
@@ -22,6 +22,9 @@ from stretto_lab.virtual.runtime import RankTime
 from stretto_lab.virtual.trace import Trace, rank_statuses
 
 T = TypeVar("T")
+
+_NOBODY = -1
+"""The number of what is done beside all processes."""
 
 
 class Died(BaseException):
@@ -35,6 +38,8 @@ def survive(
     every: int,
     agree_ns: int = 0,
     again_ns: int | None = None,
+    silent_ns: int = 60_000_000_000,
+    members: "Callable[[Survival[T], int], Members] | None" = None,
 ) -> Results[T]:
     """Call `train` with a `Term` on every rank, as `stretto.survives` does, and return when all that live have ended.
 
@@ -53,7 +58,10 @@ def survive(
         train: The program.
         every: Updates between two states.
         agree_ns: What it takes to notice a loss, to agree and to build the job again, beside what is sent.
-        again_ns: After which a new process comes in the place of one that died; None for never.
+        again_ns: After which a new process comes in the place of one that died or was left out; None for never.
+        silent_ns: For which a process may be stopped (`term.group.stop`) before the others go on without it.
+        members: Makes a process's part in the agreement, from this run and the place of the process; None for that of
+            `VirtualMembership`.
 
     Returns:
         The results of those that lived to the end, in the order of their seats.
@@ -61,11 +69,11 @@ def survive(
     Raises:
         BaseException: The first error of a program but `Died`.
     """
-    return _Survival(cluster, train, every, agree_ns, again_ns).complete()
+    return Survival(cluster, train, every, agree_ns, again_ns, silent_ns, members).complete()
 
 
-class _Survival(Generic[T]):
-    """One run: its processes, and what they have agreed on."""
+class Survival(Generic[T]):
+    """One run: its processes, and what they have agreed on. The arguments are those of `survive`."""
 
     def __init__(
         self,
@@ -74,20 +82,26 @@ class _Survival(Generic[T]):
         every: int,
         agree_ns: int,
         again_ns: int | None,
+        silent_ns: int,
+        members: "Callable[[Survival[T], int], Members] | None",
     ) -> None:
         self._cluster, self._train, self._every = cluster, train, every
-        self.agree_ns, self._again_ns = agree_ns, again_ns
+        self.agree_ns, self._again_ns, self._silent_ns = agree_ns, again_ns, silent_ns
+        self._members = VirtualMembership if members is None else members
         self.ranks = cluster.world_size
         self.trace = Trace()
         self.schedule = Schedule(cluster.seed, self._deadlock)
-        self.places: list[int] = []
+        self.places: dict[int, int] = {}
         """Of every seat, the machine on which its process runs."""
         self.died: dict[int, str] = {}
+        self.silent: set[int] = set()
+        """Seats of processes that are stopped, and have been for longer than anybody waits."""
         self.waiting: list[int] = []
         self.said: dict[int, dict[int, bool]] = {}
         """By term and seat, whether a member of the term before is done."""
         self.lists: dict[int, tuple[int, ...]] = {}
-        self._groups: dict[int, CollectiveMatcher] = {}
+        self._groups: dict[int, tuple[tuple[int, ...], CollectiveMatcher]] = {}
+        """By term, with its seats."""
         self._parked: list[Task] = []
         self._values: dict[int, T] = {}
         self._ended_ns = 0
@@ -108,24 +122,31 @@ class _Survival(Generic[T]):
         return Results(values=values, elapsed_ns=self._ended_ns, trace=self.trace)
 
     def _start(self, place: int, at_ns: int) -> None:
-        seat = len(self.places)
-        self.places.append(place)
-        self.schedule.start(place, partial(self._live, seat, at_ns), is_lane=False)
+        self.schedule.start(place, partial(self._live, place, at_ns), is_lane=False)
 
-    def _live(self, seat: int, at_ns: int) -> None:
+    def _live(self, place: int, at_ns: int) -> None:
         """One process, from its start to its end."""
         schedule = self.schedule
         schedule.sleep_until(at_ns)
+        members = self._members(self, place)
+        self.places[members.seat] = place
         try:
-            self._values[seat] = survive_among(self._train, VirtualMembership(self, seat), self._every)
+            self._values[members.seat] = survive_among(self._train, members, self._every)
             self._ended_ns = schedule.now_ns
-        except (Died, LeftOut):
+        except Died:
             return
+        except LeftOut:
+            if any(members.seat in seats for seats, _ in self._groups.values()):  # else the job has ended
+                self._start_again(place)
         except BaseException as error:
             if schedule.failure is None:
                 self._error = error
-                cause = f"seat {seat}: {type(error).__name__}: {error}"
+                cause = f"seat {members.seat}: {type(error).__name__}: {error}"
                 schedule.fail(lambda: PeerFailed(cause))
+
+    def _start_again(self, place: int) -> None:
+        if self._again_ns is not None:
+            self._start(place, self.schedule.now_ns + self._again_ns)
 
     # What the processes ask and tell
 
@@ -135,23 +156,45 @@ class _Survival(Generic[T]):
         return RankTime(self.places[seat], self.schedule, self.trace, cluster.compute, cluster.seed)
 
     def group_of(self, number: int, seats: Sequence[int]) -> CollectiveMatcher:
-        """Return the matcher of a term; of who has died meanwhile the others hear at once."""
+        """Return the matcher of a term; of who has gone meanwhile the others hear at once."""
         if number not in self._groups:
             places = [self.places[seat] for seat in seats]
-            group = self._groups[number] = CollectiveMatcher(f"term {number}", self._context, places)
-            for seat in set(seats) & self.died.keys():
+            group = CollectiveMatcher(f"term {number}", self._context, places)
+            self._groups[number] = tuple(seats), group
+            for seat in set(seats) & {*self.died, *self.silent}:
                 group.lose(self.places[seat])
-        return self._groups[number]
+        return self._groups[number][1]
 
     def lose(self, seat: int, how: str) -> None:
         """A process is gone: let nobody wait for it any more, and start another one where that is asked for."""
         self.died[seat] = how
-        place = self.places[seat]
-        if self._groups:
-            self._groups[max(self._groups)].lose(place)
+        self._give_up(seat)
+        self._start_again(self.places[seat])
+
+    def stop(self, seat: int, duration_ns: int) -> None:
+        """Let the current process, which is that of a seat, do nothing for so long, in none of its threads."""
+        schedule, now_ns = self.schedule, self.schedule.now_ns
+        if duration_ns > self._silent_ns:
+            watch = partial(self._watch, seat, now_ns + self._silent_ns)
+            schedule.start(_NOBODY, watch, is_lane=True)  # nobody waits for a lane at the end of the run
+        schedule.hold(self.places[seat], now_ns + duration_ns)
+        self.silent.discard(seat)
+
+    def _watch(self, seat: int, until_ns: int) -> None:
+        """Give a process up that sleeps until after that."""
+        self.schedule.sleep_until(until_ns)
+        self.silent.add(seat)
+        self._give_up(seat)
+
+    def _give_up(self, seat: int) -> None:
+        for seats, group in self._groups.values():
+            if seat in seats:
+                group.lose(self.places[seat])
         self.changed()
-        if self._again_ns is not None:
-            self._start(place, self.schedule.now_ns + self._again_ns)
+
+    def draw(self, place: int) -> int:
+        """Return the seat of a process that has come: its place, and a number of its own if it is not the first."""
+        return place if place not in self.places else max(self.ranks, *(seat + 1 for seat in self.places))
 
     def asking(self, seats: Sequence[int]) -> list[int]:
         """Return who wants to come in, but for those of `seats`."""
@@ -178,9 +221,9 @@ class _Survival(Generic[T]):
 class VirtualMembership:
     """One process's part in the agreement, as `stretto.survive.membership.Members` describes it."""
 
-    def __init__(self, survival: _Survival[Any], seat: int) -> None:
+    def __init__(self, survival: Survival[Any], place: int) -> None:
         self._survival = survival
-        self.seat = seat
+        self.seat = survival.draw(place)
 
     @property
     def deaths(self) -> Mapping[int, str]:
@@ -211,12 +254,12 @@ class VirtualMembership:
         said[self.seat] = ended.is_done
         survival.changed()
         while number not in survival.lists:
-            if all(seat in said or seat in survival.died for seat in ended.seats):
+            if all(seat in {*said, *survival.died, *survival.silent} for seat in ended.seats):
                 is_over = all(said.values())
                 living = [seat for seat in ended.seats if seat in said and seat not in survival.died]
                 return self.plan(number, [] if is_over else [*living, *survival.asking(ended.seats)])
             survival.wait()
-        return number, survival.lists[number]
+        return self._listed(number)
 
     def newcomers(self, seats: Sequence[int]) -> list[int]:
         """See `Membership.newcomers`."""
@@ -226,12 +269,17 @@ class VirtualMembership:
         """See `Membership.plan`."""
         self._survival.lists.setdefault(number, tuple(seats))
         self._survival.changed()
-        return number, self._survival.lists[number]
+        return self._listed(number)
+
+    def _listed(self, number: int) -> tuple[int, Sequence[int]]:
+        seats = self._survival.lists[number]
+        if seats and self.seat not in seats:
+            raise LeftOut(f"seat {self.seat}: the others go on without this process, as seats {list(seats)}")
+        return number, seats
 
     def group(self, number: int, seats: Sequence[int]) -> "VirtualLeavable":
         """See `Membership.group`."""
-        survival = self._survival
-        return VirtualLeavable(survival.group_of(number, seats), survival.time_of(self.seat))
+        return VirtualLeavable(self._survival, number, seats, self.seat)
 
     def died(self, how: str) -> None:
         """See `Membership.died`."""
@@ -239,10 +287,18 @@ class VirtualMembership:
 
 
 class VirtualLeavable(VirtualGroup):
-    """A virtual group that a process can leave."""
+    """A virtual group that a process can leave.
 
-    def __init__(self, matcher: CollectiveMatcher, time: RankTime) -> None:
-        super().__init__(matcher, time)
+    Args:
+        survival: Of which run.
+        number: Of its term.
+        seats: Its members.
+        seat: Whose view of it this is.
+    """
+
+    def __init__(self, survival: Survival[Any], number: int, seats: Sequence[int], seat: int) -> None:
+        super().__init__(survival.group_of(number, seats), survival.time_of(seat))
+        self._survival, self._seat = survival, seat
         self._others: list[VirtualGroup] = []
 
     @property
@@ -253,7 +309,11 @@ class VirtualLeavable(VirtualGroup):
     @property
     def is_whole(self) -> bool:
         """Whether nobody is known to be gone from it."""
-        return not self._matcher.is_left
+        return self._matcher.left_by is None
+
+    def stop(self, duration_ns: int) -> None:
+        """Let this process do nothing for so long, as SIGSTOP and SIGCONT do; it may be given up meanwhile."""
+        self._survival.stop(self._seat, duration_ns)
 
     def private(self) -> VirtualGroup:
         """See `VirtualGroup.private`."""
