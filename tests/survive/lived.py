@@ -243,7 +243,9 @@ def live(rank: int, lived: Lived, port: int, folder: str | None) -> tuple[str, l
         )
     except LeftOut as error:
         return str(error), terms
-    wake(lived.stopped)
+    finally:
+        wake(lived.stopped)
+        store.set("struck", "")
     return model, terms
 
 

@@ -23,7 +23,7 @@ from stretto.errors import LeftOut, StrettoError
 from stretto.groups.collectives import Call
 from stretto.groups.private import private_group
 from stretto.groups.wrapped import WrappedGroup
-from stretto.survive.generations import Generation, Memory
+from stretto.survive.generations import Memory
 from stretto.survive.membership import Ended, Membership
 from stretto_lab.virtual import Compute, Died, VirtualCluster, survive
 from stretto_lab.virtual.survival import Survival, VirtualLeavable
@@ -325,15 +325,15 @@ def old_list(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def torn_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has not come to the end of keeping a state has shares of the one before under its name."""
-    keep = Memory.keep
+    """Some of the shares of the newest state are those of the state before, whose keeping came to its end."""
+    inventory = Memory._inventory
 
-    def early(memory: Memory, parallel: st.DataParallel, term: int, *told: Any, **more: Any) -> Any:
-        if memory.newest is not None:
-            memory._shares[Generation(term, parallel.steps)] = dict(memory._shares[memory.newest])
-        return keep(memory, parallel, term, *told, **more)
+    def stale(memory: Memory) -> Any:
+        for older, newer in itertools.pairwise([memory._shares[one] for one in sorted(memory._shares)]):
+            newer |= {owner: share for owner, share in older.items() if owner % 2 and owner in newer}
+        return inventory(memory)
 
-    monkeypatch.setattr(Memory, "keep", early)
+    monkeypatch.setattr(Memory, "_inventory", stale)
 
 
 def woken_heard(monkeypatch: pytest.MonkeyPatch) -> None:
