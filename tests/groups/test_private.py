@@ -8,9 +8,11 @@ import torch.distributed as dist
 
 from stretto import DDP, DataParallel
 from stretto.errors import ConfigError
+from stretto.groups import LeavableGroup
 from stretto.groups.collective_group import SoloGroup
 from stretto.groups.private import part_of, private_group, ranks_of, release, retire
 from stretto.groups.throttled import ThrottledGroup, register_throttled
+from stretto.groups.wrapped import WrappedGroup
 from stretto.link import Link
 from tests.processes import run_ranks
 
@@ -195,3 +197,9 @@ def many_over_a_part(rank: int) -> int:
 def test_groups_over_a_part_are_given_back_too() -> None:
     none, *held = run_ranks(3, many_over_a_part)
     assert max(held) - none <= 5 * 9 + 16  # as in test_released.py; 40 groups hold 200
+
+
+def test_a_group_over_one_whose_ranks_have_names_has_those() -> None:
+    named = LeavableGroup(dist.PrefixStore("named", dist.HashStore()), [7], 0)
+    assert list(ranks_of(WrappedGroup(named, None, "over"))) == [7]
+    named.leave()

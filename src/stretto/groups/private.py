@@ -89,10 +89,12 @@ def part_of(
 def ranks_of(group: dist.ProcessGroup) -> Sequence[int]:
     """Return the ranks of a group in the default group, in its order; where torch does not know it, its own.
 
-    A group that says itself what its ranks are called has an attribute `names`.
+    A group that says itself what its ranks are called has an attribute `names`, which one over it need not repeat.
     """
-    names: Sequence[int] | None = getattr(group, "names", None)
-    return names or _registered_ranks(group) or _registered_ranks(_innermost(group)) or range(group.size())
+    names: Sequence[int] | None = getattr(group, "names", None) or _registered_ranks(group)
+    if names is None and isinstance(group, WrappedGroup):
+        return ranks_of(group.inner)
+    return range(group.size()) if names is None else names
 
 
 def release(group: dist.ProcessGroup) -> None:
