@@ -173,6 +173,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, str]]] = {
         "o",
         {"zero1:wire=int8": "int8", "zero1:wire=int4": "int4", "zero1:wire=int2": "int2"},
     ),
+    "2 bits that are right on average": (BLUE, "D", {"zero1:wire=rotated2": "rotated2"}),
     "replicas averaged now and then, in 4 bits": (
         GREEN,
         "^",
@@ -186,6 +187,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, str]]] = {
     "PyTorch's PowerSGD": (ORANGE, "s", {"torch-ddp-powersgd": "powersgd"}),
 }
 """Legend, colour, marker, and the names of the arms of `experiments/frontier.py`, those that send most first."""
+LABELLED_ABOVE = ("average:2", "int2")
+"""Where others are in the way below."""
 RANKS = {"2-ranks": ("2 ranks", "-"), "8-ranks": ("8 ranks", "--"), "32-ranks": ("32 ranks", ":")}
 """Of the settings: name and line."""
 
@@ -216,7 +219,7 @@ def draw_frontier() -> Figure:
                     ax.annotate(
                         names[arm],
                         (share, loss),
-                        (0, -11),
+                        (0, 5 if names[arm] in LABELLED_ABOVE else -11),
                         textcoords="offset points",
                         ha="center",
                         fontsize=7.5,

@@ -66,7 +66,7 @@ HIDDEN_EXCHANGES = (
 """Exchanges beside the next gradients, also with twice the batch."""
 ROTATED = (
     "zero1:wire=rotated2:changes=int2", "zero1:wire=rotated2", "zero1:wire=rotated1:changes=int2",
-    "zero1:wire=rotated3:changes=int2", "acco:wire=rotated2:changes=int2",
+    "zero1:wire=rotated3:changes=int2", "acco:wire=rotated2:changes=int2", "acco:wire=rotated2",
     "zero1:wire=rotated1:changes=int2+zero1:wire=rotated2:changes=int2@500",
 )  # fmt: skip
 """1 to 3 bits that are right on average, for gradients and for changes; and a schedule of bits."""
@@ -113,11 +113,11 @@ SETTINGS = {
     ),
     "32-ranks": Setting(
         size="0.1m", ranks=32, batch=1,
-        arms=(SYNCHRONOUS, "zero1:wire=int4", EVERY_4, EVERY_30, OUTER_30, *OTHERS, COARSE[0]),
+        arms=(SYNCHRONOUS, "zero1:wire=int4", EVERY_4, EVERY_30, OUTER_30, *OTHERS, COARSE[0], *ROTATED),
     ),
     "2-ranks-larger": Setting(
         size="0.5m", ranks=2, batch=4, rates=(2e-3, 4e-3, 8e-3),
-        arms=(SYNCHRONOUS, "zero1:wire=int4", EVERY_4, EVERY_30, OUTER_30),
+        arms=(SYNCHRONOUS, "zero1:wire=int4", EVERY_4, EVERY_30, OUTER_30, ROTATED[0]),
         tuned={SYNCHRONOUS: (EVERY_4, EVERY_30, OUTER_30)},  # which all had one rate on the smaller model
     ),
 }  # fmt: skip

@@ -10,6 +10,7 @@ from torch import nn
 
 from stretto.link import Link
 from stretto_lab.estimate import Work, time_of
+from stretto_lab.evidence import OF_WIRES
 from stretto_lab.observe import read_json_lines
 from stretto_lab.recipes import MicroBatches, Task
 from stretto_lab.train.arms import parse_arm
@@ -27,7 +28,6 @@ ARMS = (
     "average:2",
     "diloco:interval=4:fragments=2",
 )
-WIRES = ("fp32", "bf16", "int8", "int4")
 WARM_UP = 4
 """First updates, in which overlapping only begins; a whole interval of what sends now and then."""
 UPDATES = 16
@@ -66,7 +66,7 @@ def test_a_random_job_takes_as_long_as_in_a_simulation(seed: int, tmp_path: Path
     # A link on which an exact exchange takes from a quarter to sixteen times an update's computing.
     bits = 8 * 8 * 7 * width / (update * 2 ** draws.uniform(-2, 4))
     bucket_bytes = 7 * width * 4 // draws.randint(1, 6)
-    wire = draws.choice(WIRES)
+    wire = draws.choice(tuple(OF_WIRES))
     simulate(
         SimulateConfig(
             task=Wide(width=width),

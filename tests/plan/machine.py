@@ -12,7 +12,7 @@ MACHINE = Machine(
     backward_seconds=0.1,
     load_seconds=0.0,
     step_seconds=0.02,
-    exchange_seconds={"fp32": 0.01, "bf16": 0.012, "int8": 0.03, "int4": 0.03},
+    exchange_seconds={"fp32": 0.01, "bf16": 0.012, "int8": 0.03, "rotated2": 0.06, "int4": 0.03},
     link=Link(bits_per_second=2e8),
     cores=8,
 )

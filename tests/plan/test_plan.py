@@ -177,7 +177,7 @@ def ranking() -> Ranking:
 
 
 def test_a_slow_link_sends_fewer_bytes_and_every_other_arm_has_its_reason(ranking: Ranking) -> None:
-    assert ranking.choice.arm == "zero1:wire=int4"
+    assert ranking.choice.arm == "zero1:wire=rotated2"
     assert ranking.choice.seconds < ranking.base.seconds / 4
     times = [one.seconds_per_micro_batch for one in ranking.prices]
     assert times == sorted(times)

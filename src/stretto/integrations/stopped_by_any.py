@@ -53,11 +53,9 @@ def _is_users(kind: type) -> bool:
 
 def _names_trainer(kind: type) -> bool:
     """Return whether a class names its trainer in its source, or in that of a function that was put on it."""
+    parts: list[Any] = [kind, *filter(inspect.isfunction, vars(kind).values())]
     try:
-        return any(
-            "trainer" in inspect.getsource(part)
-            for part in (kind, *filter(inspect.isfunction, vars(kind).values()))
-        )
+        return any("trainer" in inspect.getsource(part) for part in parts)
     except (OSError, TypeError):  # nobody knows
         return True
 

@@ -15,7 +15,7 @@ from stretto_lab.cli.options import shown
 from stretto_lab.cli.presets import Preset
 from stretto_lab.cli.run_folder import resume_command
 from stretto_lab.doctor import Finding, Report
-from stretto_lab.evidence import of_strategy
+from stretto_lab.evidence import OF_WIRES, of_strategy
 from stretto_lab.patience import fold, waiting
 from stretto_lab.plan import UNEQUAL, Machine, Price, Ranking
 from stretto_lab.recipes import TaskConfig
@@ -27,8 +27,6 @@ from stretto_lab.train.simulation import SimulateConfig
 
 _BOTTLENECK = 0.2
 """Share of the time in waiting for communication from which the link counts as the bottleneck."""
-_ADVISED = ("fp32", "bf16", "int8", "int4")
-"""Wires that cost next to nothing in the loss."""
 
 
 def print_run(outcome: Outcome, run: RunConfig[TaskConfig], *, is_on_a_link: bool) -> None:
@@ -98,7 +96,7 @@ def advice(outcome: Outcome, run: RunConfig[TaskConfig]) -> str:
     def gain(wire: str) -> float:
         return 1 / max(1 - waiting, 2 * waiting * _bytes_of(wire) / _bytes_of(run.wire))
 
-    wires = [wire for wire in _ADVISED if _bytes_of(wire) <= _bytes_of(run.wire)]
+    wires = [wire for wire in OF_WIRES if _bytes_of(wire) <= _bytes_of(run.wire)]
     if not wires:
         return ""
     best = max(wires, key=lambda wire: (round(gain(wire), 2), _bytes_of(wire)))

@@ -31,6 +31,7 @@ from stretto.groups.collectives import method_of
 from stretto.machine import share_of_cores, usable_cores
 from stretto.parallel import DataParallel
 from stretto.strategies import ZeRO1
+from stretto_lab.evidence import OF_WIRES
 from stretto_lab.observe import Stages
 from stretto_lab.recipes import Task
 from stretto_lab.train.configuration import Job, TaskT
@@ -38,7 +39,7 @@ from stretto_lab.train.shards import placed
 from stretto_lab.train.state import slowed
 from stretto_lab.train.workers import RankInfo, choose_device, joined_group
 
-WIRES = ("fp32", "bf16", "int8", "int4")
+WIRES = tuple(OF_WIRES)
 """Wires that cost next to nothing in the loss."""
 _WARM_UP = 2
 """First repeats of anything, which are left out: memory is new."""
