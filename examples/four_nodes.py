@@ -33,7 +33,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
     parallel = stretto.DataParallel(
-        model, optimizer, stretto.ACCO(), scheduler=scheduler, micro_batches=4, wire="int4",
+        model, optimizer, stretto.ACCO(), scheduler=scheduler, micro_batches=4, wire="rotated2",
         options=stretto.Options(clip_norm=1.0),
     )  # fmt: skip
     saved = asked.run / "checkpoints"

@@ -16,6 +16,7 @@ from stretto_lab.campaign.judgement import site_rows
 from stretto_lab.cli import main
 from stretto_lab.cli.commands import _complain
 from stretto_lab.recipes import RECIPES, StdlibGPT
+from tests.terminal import print_on_a_terminal
 from tests.train.tiny import Tiny
 
 FAULTS = 3
@@ -44,6 +45,7 @@ def test_a_campaign_is_reported_row_by_row_and_its_faults_come_out_the_same_agai
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(RECIPES, "wide", lambda: WIDE)
+    print_on_a_terminal(monkeypatch)
     options = "--real 1 --clean-rounds 3 --workers 1 --out found"
     assert main(["campaign", "wide", "--faults", str(FAULTS), *options.split()]) == 0
     shown = capsys.readouterr().out

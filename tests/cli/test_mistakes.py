@@ -109,7 +109,7 @@ def test_a_name_that_does_not_exist_is_one_line_and_exit_code_2(
         ("--strategy zero1 --estimates int2", "--estimates int2: strategy zero1 sends no estimates"),
         (
             "--strategy auto --wire int2",
-            "--wire int2: a plan knows the prices of fp32, bf16, int8, int4 alone",
+            "--wire int2: a plan knows the prices of fp32, bf16, int8, rotated2, int4 alone",
         ),
         ("--strategy auto --changes int4", "--changes int4: a plan prices one format"),
     ],

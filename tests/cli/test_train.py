@@ -274,9 +274,10 @@ def test_after_a_resume_shares_and_rates_are_of_what_they_say(
     [
         (1 / 3, "int8", "--strategy acco up to 1.5 times"),  # n·t = 2C: the most that ACCO can gain
         (0.5, "fp32", "--strategy acco --wire bf16 up to 2.0 times"),  # C halves, and all of it is hidden
-        (0.8, "fp32", "--strategy acco --wire int4 up to 4.7 times"),  # 1 / (2 · 0.8 · 1.06/8)
-        (0.8, "int8", "--strategy acco --wire int4 up to 1.2 times"),  # 1 / (2 · 0.8 · 1/2)
-        (0.8, "int4", ""),  # sending twice would be slower
+        (0.8, "fp32", "--strategy acco --wire rotated2 up to 5.0 times"),  # all of it is hidden
+        (0.8, "int8", "--strategy acco --wire rotated2 up to 2.4 times"),  # 1 / (2 · 0.8 · 2.25/8.5)
+        (0.8, "int4", "--strategy acco --wire rotated2 up to 1.2 times"),  # 1 / (2 · 0.8 · 2.25/4.25)
+        (0.8, "rotated2", ""),  # sending twice would be slower
         (0.8, "int2", ""),
         (0.1, "fp32", ""),
     ],

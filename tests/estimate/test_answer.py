@@ -13,6 +13,7 @@ from stretto_lab.cli import main
 from stretto_lab.cli.estimate import print_estimate
 from stretto_lab.estimate import EstimateConfig, estimate
 from stretto_lab.evidence import of_strategy
+from tests.terminal import print_on_a_terminal
 
 WORDS = "--parameters 124M --update-seconds 1.0 --ranks 4 --network 1gbit"
 WITHOUT_TORCH = """
@@ -45,7 +46,10 @@ def test_its_help_needs_no_pytorch_either(asked: str) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_it_fits_a_terminal_and_says_what_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_fits_a_terminal_and_says_what_is_sent(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    print_on_a_terminal(monkeypatch)
     assert main(["estimate", *WORDS.split()]) == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80

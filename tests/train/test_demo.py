@@ -15,6 +15,7 @@ from stretto_lab.train.configuration import RunConfig
 from stretto_lab.train.demo import ALL_OFF, ALL_ON, CLEAN, DemoConfig, arms_of, demonstrate
 from stretto_lab.train.launch import LocalRanks
 from tests.page.pages import numbers, page_of, shown
+from tests.terminal import print_on_a_terminal
 from tests.train.runs import model_bits, train
 from tests.train.tiny import Tiny
 
@@ -103,8 +104,9 @@ def test_the_target_is_the_clean_loss_after_two_thirds_of_the_updates(demo: dict
 
 
 def test_table_page_and_file_have_the_same_numbers(
-    demo: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    demo: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    print_on_a_terminal(monkeypatch)
     out = Path(demo["out"])
     written = json.loads((out / "demo.json").read_text())
     assert written["runs"] == json.loads(json.dumps(demo["runs"]))

@@ -126,9 +126,13 @@ class Resumption:
 
 def check_state(state: object, seed: int) -> None:
     """Raise ConfigError unless `state` has this version and `seed`."""
-    found = state.get("version") if isinstance(state, Mapping) else state
-    if not isinstance(state, Mapping) or not isinstance(found, int) or found != VERSION:
-        raise ConfigError(f"expected the state of an EchoLoader of version {VERSION}, found {shown(found)}")
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"expected the state of an EchoLoader, found {shown(state)}")
+    version = state.get("version")
+    if not isinstance(version, int) or version != VERSION:
+        raise ConfigError(
+            f"expected the state of an EchoLoader of version {VERSION}, found version {shown(version)}"
+        )
     if not isinstance(state.get("seed"), int) or state["seed"] != seed:
         raise ConfigError(
             f"the state was saved with EchoOptions(seed={shown(state.get('seed'))}), but here the seed is {seed}"
