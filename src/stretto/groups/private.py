@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupName
 
 from stretto.errors import CommunicationError, ConfigError
-from stretto.fields import is_count, shown
+from stretto.fields import shown
 from stretto.groups.collective_group import SoloGroup
 from stretto.groups.connections import Connection, connections
 from stretto.groups.wrapped import WrappedGroup
@@ -45,7 +45,7 @@ def private_group(
         ConfigError: contradictory arguments, or a rank that is not in the group or the job.
         CommunicationError: not all ranks came.
     """
-    if ranks is not None and not (isinstance(ranks, Sequence) and all(is_count(one, 0) for one in ranks)):
+    if ranks is not None and not (isinstance(ranks, Sequence) and all(isinstance(one, int) for one in ranks)):
         raise ConfigError(f"ranks={shown(ranks)}: expected numbers of ranks, as [0, 1]")
     if group is not None and ranks is not None:
         raise ConfigError("give either a group or ranks, not both: a group has its ranks already")
