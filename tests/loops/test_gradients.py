@@ -304,10 +304,12 @@ def test_the_step_of_a_gradient_scaler_that_scales_nothing_is_told() -> None:
         scaler.step(parallel.optimizer)
 
 
-def test_losses_kept_over_an_update_raise_as_in_a_plain_loop() -> None:
+def test_losses_kept_over_an_update_raise_where_a_plain_loop_does_and_say_what_to_do() -> None:
     model = network()
     parallel = stretto.DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
     losses = [mean_square(model, batch) for batch in batches()[:2]]
     parallel.backward(losses[0])
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(
+        UsageError, match=r"expected a forward pass and then its backward pass.*inplace operation"
+    ):
         parallel.backward(losses[1])
