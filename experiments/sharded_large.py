@@ -7,7 +7,7 @@ resume` goes on from its last checkpoint. Kept are the losses of all updates, th
 
     PYTHONPATH=. python experiments/sharded_large.py --out benchmarks/results/DATE-sharded-large
 
-Linux only; about 9 GiB of memory. `--width 384 --layers 8` is a model of 34 million, in a third of it.
+Linux only; about 17 GiB of memory. `--width 384 --layers 8` is a model of 34 million, in a third of it.
 """
 
 import argparse
