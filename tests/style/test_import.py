@@ -81,7 +81,7 @@ sys.meta_path.insert(0, End())
 assert [main(["--version"]), main(["--help"]), main(["tarin"])] == [0, 0, 2]
 main(["train", "digits-resnet", "--updates", "0"])
 """
-    variables = {**os.environ, "RANK": rank}
+    variables = {**os.environ, "RANK": rank, "WORLD_SIZE": "2"}
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables)
     assert ended.stdout.splitlines().count("loading PyTorch") == told
     assert ended.stderr.splitlines()[-1] == "imported"
