@@ -142,13 +142,14 @@ class Moments:
     def __init__(self, lived: Lived, seat: int, store: dist.Store) -> None:
         self._at = dict(lived.killed).get(seat)
         self._signal = signal.SIGSTOP if seat in lived.stopped else signal.SIGKILL
-        self._store = store
+        self._store, self._is_waited_for = store, lived.again is not None
         self._collectives = 0
 
     def passed(self) -> None:
         """One more collective has begun."""
         if self._collectives == self._at:
-            self._store.set("struck", "")
+            if self._is_waited_for:
+                self._store.set("struck", "")
             os.kill(os.getpid(), self._signal)
         self._collectives += 1
 
@@ -245,7 +246,8 @@ def live(rank: int, lived: Lived, port: int, folder: str | None) -> tuple[str, l
         return str(error), terms
     finally:
         wake(lived.stopped)
-        store.set("struck", "")
+        if lived.again is not None:  # else the store may be gone
+            store.set("struck", "")
     return model, terms
 
 
