@@ -11,10 +11,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from stretto.errors import DiskError, StrettoError
+from stretto.errors import ConfigError, DiskError, StrettoError
+from stretto.fields import shown
 
 UNFINISHED = ".unfinished"
 """Ends the name of a file that is being written, or was when its process died."""
+
+
+def folder_of(given: object, argument: str) -> Path:
+    """Return the path of a folder that a program has given.
+
+    Args:
+        given: What was given.
+        argument: In which place, for messages.
+
+    Raises:
+        ConfigError: It is no path.
+    """
+    try:
+        return Path(given)  # type: ignore[arg-type]  # is it one?
+    except TypeError as error:
+        raise ConfigError(f"{argument}: expected the path of a folder, found {shown(given)}") from error
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:

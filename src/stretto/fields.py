@@ -221,6 +221,16 @@ def _name(kind: Any, names: Mapping[Any, str]) -> str:
     return f"a {origin.__name__}[{held}]" if items else f"an instance of {origin.__name__}"
 
 
+def check_callable(given: object, call: str, what: str) -> None:
+    """Raise unless an argument can be called.
+
+    Raises:
+        ConfigError: Says what was expected.
+    """
+    if not callable(given):
+        raise ConfigError(f"{call}: expected {what}, found {shown(given)}")
+
+
 def shown(value: object) -> str:
     """Return a value as messages show it: in one line, and not all of a long one."""
     text = " ".join(repr(value).split())

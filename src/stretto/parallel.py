@@ -18,6 +18,7 @@ from stretto.engine.round import Weighed, weighed
 from stretto.engine.state import JobState, State, load_given
 from stretto.errors import ConfigError
 from stretto.feed import Batch, feed_of, num_samples
+from stretto.fields import check_callable
 from stretto.groups.launcher import join_launched_group
 from stretto.groups.private import private_group
 from stretto.guards import Guard
@@ -217,7 +218,7 @@ class DataParallel:
         with self._compute.lifetime.running():
             if self._phases:
                 self.feeding.land_phase()
-            misuse.check_callable(loss_function, "micro_batch", "a function of a batch, and then the batch")
+            check_callable(loss_function, "micro_batch", "a function of a batch, and then the batch")
             self._compute.before_micro_batch()
             for listener in self._compute.model.listeners:
                 listener.micro_batch_begins(loss_function, batch)

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import torch
 
-from stretto.disk import writing_to
+from stretto.disk import folder_of, writing_to
 from stretto.errors import ConfigError, MissingExtra, UsageError
 from stretto.fields import shown
 from stretto.groups import own_rank
@@ -166,10 +166,7 @@ class Recorder:
             raise ConfigError(f"Recorder(job={shown(job)}): expected a DataParallel, or None")
         if not isinstance(settings, Mapping | None):
             raise ConfigError(f"Recorder(settings={shown(settings)}): expected values by name, or None")
-        try:
-            self._folder = Path(folder)
-        except TypeError as error:
-            raise ConfigError(f"Recorder({shown(folder)}): expected the path of a folder") from error
+        self._folder = folder_of(folder, "Recorder(folder)")
         self._job = job
         self._tensorboard = tensorboard
         self._settings = dict(settings or {})
@@ -212,8 +209,9 @@ class Recorder:
             )
         if step is None:
             step = self._step if self._job is None else self._job.steps
+        given: Any = heldout_loss.detach() if isinstance(heldout_loss, torch.Tensor) else heldout_loss
         try:
-            step, heldout_loss = operator.index(step), float(heldout_loss)
+            step, heldout_loss = operator.index(step), float(given)
         except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise UsageError(
                 f"{self._folder}: evaluated({shown(heldout_loss)}, step={shown(step)}): expected a loss, and a number "

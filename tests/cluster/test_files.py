@@ -10,7 +10,7 @@ import yaml
 
 from stretto_lab.cli.options import parse_options
 from stretto_lab.train.configuration import RunConfig
-from tests.docs.pages import ROOT
+from tests.docs.pages import ROOT, code_blocks
 
 FILES = ROOT / "examples" / "cluster"
 SCRIPTS = FILES / "train.sbatch", FILES / "sharded.sbatch"
@@ -52,6 +52,13 @@ def test_a_command_begins_a_run_in_a_folder_and_can_be_given_again_to_go_on(word
     _, run = parse_options("train", rest, lambda task: RunConfig(task=task))
     assert run.run_dir
     assert run.resume
+
+
+def test_the_lines_that_the_page_names_for_editing_stand_in_the_script() -> None:
+    (block,) = code_blocks(ROOT / "docs" / "clusters.md", "tests/cluster/test_files.py")
+    lines = block.splitlines()
+    assert len(lines) == 4
+    assert set(lines) <= set((FILES / "train.sbatch").read_text(encoding="utf-8").splitlines())
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)

@@ -1,7 +1,10 @@
-"""The README's table of real jobs is what `stretto estimate` says."""
+"""The README's table of real jobs is what `stretto estimate` says, and the table of wires what it rests on."""
 
+from stretto.exchange import WIRES, PackedWire
 from stretto_lab.estimate import EstimateConfig, estimate
-from tests.docs.pages import README, table
+from stretto_lab.estimate.times import ELEMENT_BYTES
+from stretto_lab.evidence import OF_WIRES
+from tests.docs.pages import DOCS, README, table
 
 TABLE = table(README, "tests/docs/test_estimate.py")
 
@@ -24,3 +27,20 @@ def test_every_row_is_what_the_command_says() -> None:
 
 def test_three_sizes_stand_beside_three_links() -> None:
     assert len({(row["parameters"], row["link"]) for row in TABLE}) == 9
+
+
+def test_the_table_of_wires_has_all_of_them_with_their_bits_what_they_keep_and_what_they_cost() -> None:
+    rows = {
+        name.strip("` "): row
+        for row in table(DOCS / "slow-links.md", "tests/docs/test_estimate.py")
+        for name in row["wire"].split(",")
+    }
+    assert rows.keys() == WIRES.keys()
+    for name, row in rows.items():
+        wire, place = WIRES[name], row["wire"].split(", ").index(f"`{name}`")
+        assert float(row["bits of a value"].split(", ")[place]) == 8 * ELEMENT_BYTES[name]
+        anchor = 4 if isinstance(wire, PackedWire) else 0
+        assert int(row["held besides, bytes per parameter"]) == anchor + (0 if wire.is_unbiased else anchor)
+        if name in OF_WIRES:
+            nats = OF_WIRES[name].nats
+            assert row["costs in loss, here"] == (f"{nats:.2f} nats" if nats else "nothing")

@@ -16,19 +16,14 @@ from torch.optim.swa_utils import AveragedModel
 
 import stretto as st
 from stretto.errors import EstimateShown, UsageError
+from stretto.strategies import STRATEGIES as EVERY
 from tests.processes import run_ranks
 
 STRATEGIES: dict[str, Callable[[], st.Strategy]] = {
-    "ddp": st.DDP,
-    "zero1": st.ZeRO1,
-    "dpu": st.DPU,
-    "wp": st.WeightPrediction,
-    "acco": st.ACCO,
+    **EVERY,
     "local": lambda: st.LocalSGD(rate=0.5),
     "average": lambda: st.Average(every=2),
     "diloco": lambda: st.DiLoCo(interval=2),
-    "paft-sync": st.PAFTSync,
-    "paft-dyn": st.PAFTDyn,
 }
 
 

@@ -18,17 +18,13 @@ from torch import Tensor, nn
 import stretto as st
 from stretto import checkpoint
 from stretto.errors import Finished, StrettoError
+from stretto.strategies import STRATEGIES as EVERY
 from tests.processes import run_ranks
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
-    "zero1": st.ZeRO1,
-    "ddp": st.DDP,
-    "acco": st.ACCO,
-    "wp": st.WeightPrediction,
-    "dpu": st.DPU,
+    **EVERY,
     "local": lambda: st.LocalSGD(rate=0.5),
     "diloco": lambda: st.DiLoCo(interval=2),
-    "paft-sync": st.PAFTSync,
     "switching": lambda: st.Switching({0: st.ZeRO1(), 3: st.ACCO()}),
 }
 VALUES: dict[str, Callable[[], Any]] = {
@@ -88,6 +84,12 @@ class Job:
             self.parallel.backward(self.loss(batch))
         self.parallel.finish()
         return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+def recorded(job: Job, call: Callable[[st.Recorder], None]) -> None:
+    """Call with a recorder whose files are closed after it, also where it has taken the odd value."""
+    with st.Recorder("records", job.parallel) as records:
+        call(records)
 
 
 def state_with(job: Job, part: str, name: str | None, value: Any) -> dict[str, Any]:
@@ -174,9 +176,9 @@ CALLS: dict[str, Callable[[Job, Any], Any]] = {
     "Recorder": lambda job, odd: st.Recorder(odd, job.parallel),
     "Recorder(job)": lambda job, odd: st.Recorder("records", odd),
     "Recorder(settings)": lambda job, odd: st.Recorder("records", job.parallel, settings=odd),
-    "Recorder: update": lambda job, odd: st.Recorder("records", job.parallel)(odd),
-    "Recorder.evaluated": lambda job, odd: st.Recorder("records", job.parallel).evaluated(odd),
-    "Recorder.evaluated(step)": lambda job, odd: st.Recorder("records", job.parallel).evaluated(1.0, odd),
+    "Recorder: update": lambda job, odd: recorded(job, lambda records: records(odd)),
+    "Recorder.evaluated": lambda job, odd: recorded(job, lambda records: records.evaluated(odd)),
+    "Recorder.evaluated(step)": lambda job, odd: recorded(job, lambda records: records.evaluated(1.0, odd)),
     "EchoLoader": lambda job, odd: next(iter(st.EchoLoader(odd, st.Even(2))), None),
     "EchoLoader(plan)": lambda job, odd: st.EchoLoader(job.data, odd),
     "EchoLoader(options)": lambda job, odd: st.EchoLoader(job.data, options=odd),

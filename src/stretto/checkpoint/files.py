@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stretto.checkpoint.manifest import FILE, Manifest
-from stretto.errors import CheckpointError, ConfigError
-from stretto.fields import shown
+from stretto.disk import folder_of
+from stretto.errors import CheckpointError
 
 _NAME = re.compile(r"\d{6,}-step-\d+")
 _WRITING, _REMOVING = ".writing-", ".removing-"
@@ -28,18 +28,6 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     Completeness means that every file is there in full length. Damage inside them shows when it is loaded.
     """
     return next(complete(directory), None)
-
-
-def folder_of(given: object) -> Path:
-    """Return a folder's path.
-
-    Raises:
-        ConfigError: It is none.
-    """
-    try:
-        return Path(given)  # type: ignore[arg-type]  # is it one?
-    except TypeError as error:
-        raise ConfigError(f"directory: expected the path of a folder, found {shown(given)}") from error
 
 
 def find(directory: Path) -> Path:
@@ -123,7 +111,7 @@ def newest_first(directory: str | os.PathLike[str]) -> list[Path]:
     Raises:
         CheckpointError: The folder cannot be read.
     """
-    folder = folder_of(directory)
+    folder = folder_of(directory, "directory")
     try:
         paths = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     except OSError as error:

@@ -16,10 +16,9 @@ from stretto.checkpoint.pieces import LoadPlanner, Reader
 from stretto.checkpoint.ranks import Ranks, check_job
 from stretto.checkpoint.save import file_digest
 from stretto.continuation import Loader, check_loader
-from stretto.engine.misuse import check_callable
 from stretto.engine.state import State
 from stretto.errors import CheckpointError, ConfigError, ForeignCheckpoint, TornCheckpoint
-from stretto.fields import shown
+from stretto.fields import check_callable, shown
 from stretto.held import Held, Holding, check_whole
 from stretto.optimizer import name_of
 from stretto.packed import unpack

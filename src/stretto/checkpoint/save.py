@@ -15,7 +15,7 @@ from stretto.checkpoint.pieces import LoadPlanner, SavePlanner, Writer, entry_ki
 from stretto.checkpoint.plans import plan_as_json, plan_from_json
 from stretto.checkpoint.ranks import Ranks, check_job
 from stretto.continuation import Continuation, Loader, check_loader
-from stretto.disk import writing_to
+from stretto.disk import folder_of, writing_to
 from stretto.engine.state import State
 from stretto.errors import CheckpointError, ConfigError
 from stretto.fields import is_count, shown
@@ -63,7 +63,7 @@ def save(
         raise ConfigError(f"keep={shown(keep)}: expected at least 1, the checkpoint that is being written")
     if not isinstance(async_save, bool):
         raise ConfigError(f"async_save={shown(async_save)}: expected True or False")
-    home = folder.folder_of(directory)
+    home = folder_of(directory, "directory")
     check_loader(loader)
     wait(parallel)
     with parallel.between_updates("a checkpoint"):

@@ -24,7 +24,7 @@ from stretto.echo.buffer import HeldBatch
 from stretto.echo.loader import EchoLoader, check_iterable
 from stretto.echo.plans import Even, Plan, Ready, Selector, StepRecord
 from stretto.errors import ConfigError
-from stretto.fields import check_fields, is_count, shown
+from stretto.fields import check_callable, check_fields, is_count, shown
 from stretto.machine import usable_cores
 from stretto.records import Update
 
@@ -259,8 +259,7 @@ def diagnose(
         )
     check_iterable(loader, "diagnose")
     for name, function in (("step", step), ("now", now), ("told", told)):
-        if not callable(function):
-            raise ConfigError(f"diagnose({name}={shown(function)}): expected a function")
+        check_callable(function, f"diagnose({name}=...)", "a function")
     bare = loader.loader if isinstance(loader, EchoLoader) else loader
     source = _endless(bare)
     first = next(source)

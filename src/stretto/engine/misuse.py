@@ -38,8 +38,9 @@ def read_weight(weight: object, where: object) -> float:
     Raises:
         ConfigError: It is none that float32 holds gradients and their sums with.
     """
+    given: Any = weight.detach() if isinstance(weight, Tensor) else weight
     try:
-        value = math.nan if isinstance(weight, str | bytes) else float(weight)  # type: ignore[arg-type]  # is it one?
+        value = math.nan if isinstance(given, str | bytes) else float(given)
     except (TypeError, ValueError, ArithmeticError, RuntimeError):
         value = math.nan
     if not (value == 0 or 1e-30 <= value <= 1e30):
@@ -129,16 +130,6 @@ def check_written(
 def memory_of(tensor: Tensor) -> int:
     """Return which memory a tensor has: the same one after it has moved, and another one after `.data =`."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def check_callable(given: object, call: str, what: str) -> None:
-    """Raise unless an argument can be called.
-
-    Raises:
-        ConfigError: Says what was expected.
-    """
-    if not callable(given):
-        raise ConfigError(f"{call}: expected {what}, found {shown(given)}")
 
 
 def check_exception(given: object) -> None:

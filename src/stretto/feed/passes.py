@@ -18,10 +18,9 @@ from torch.utils._pytree import tree_map
 from stretto.echo.buffer import copied
 from stretto.echo.loader import EchoLoader, check_iterable
 from stretto.echo.state import left, state_of
-from stretto.engine.misuse import check_callable
 from stretto.engine.report import Vote
 from stretto.errors import ConfigError, OutOfTurn, StepWithoutBackward
-from stretto.fields import is_count, shown
+from stretto.fields import check_callable, is_count, shown
 
 
 def check_arguments(loader: object, updates: object, until: object, on_update: object) -> None:
