@@ -48,7 +48,7 @@ ANSWERS = {
     "learning rate": "faq.html#which-learning-rate-for-diloco-too",
     "diloco learning rate": "faq.html#which-learning-rate-for-diloco-too",
     "loss worse": "faq.html#why-is-my-loss-different-from-ddps-or-worse",
-    "worse than ddp": "faq.html#why-is-my-loss-different-from-ddps-or-worse",
+    "worse ddp": "faq.html#why-is-my-loss-different-from-ddps-or-worse",
     "lora": "faq.html#does-it-work-with-lora-and-peft",
     "peft": "faq.html#does-it-work-with-lora-and-peft",
     "torch.compile": "faq.html#does-it-work-with-torchcompile",
@@ -57,7 +57,7 @@ ANSWERS = {
     "machine dies": "faq.html#what-if-a-machine-dies-or-i-resume-on-fewer-ranks",
     "resume": "faq.html#what-if-a-machine-dies-or-i-resume-on-fewer-ranks",
     "hugging face": "faq.html#how-do-i-save-a-hugging-face-model-with-save_pretrained",
-    "batch size": "faq.html#how-large-is-the-batch-of-an-update",
+    "batch size": "faq.html#how-large-is-the-batch-size-of-an-update",
     "windows": "faq.html#does-it-run-on-windows-or-macos-or-on-gpus-of-amd-or-apple-or-tpus",
     "amd": "faq.html#does-it-run-on-windows-or-macos-or-on-gpus-of-amd-or-apple-or-tpus",
     "fit gpu": "faq.html#can-i-use-it-with-fsdp2-for-a-model-that-does-not-fit-one-gpu",
@@ -73,7 +73,7 @@ ANSWERS = {
     "torchrun": "clusters.html#torchrun",
     "slurm": "clusters.html#slurm",
     "unused parameters": "failures.html#unused-parameters",
-    "install": "index.html#install",
+    "install": "faq.html#how-do-i-install-it-and-which-versions-does-it-need",
 }
 """What people type into the search, and the section that should answer."""
 _TITLE = 1000.0

@@ -115,6 +115,11 @@ def test_the_answers_of_the_first_minute_are_what_estimate_says() -> None:
     rows, choice = estimate(config.work)
     text = " ".join(README.read_text(encoding="utf-8").split())
     exact, chosen = f"{rows[0].time.seconds:.2g} s under `zero1`", f"{choice.time.seconds:.2g} s under"
-    assert f"takes {exact}, which is as exact as PyTorch's DDP, and {chosen} `{choice.strategy}:wire={choice.wire}`" in text
+    assert (
+        f"takes {exact}, which is as exact as PyTorch's DDP, and {chosen} `{choice.strategy}:wire={choice.wire}`"
+        in text
+    )
     assert rows[0].strategy == "zero1"
+    held = [row.time.memory_bytes / config.work.parameters for row in rows]
+    assert f"Memory: {min(held):.0f} to {max(held):.0f} bytes per parameter on four ranks" in text
     assert f"{choice.nats:.3f} nats for `{choice.strategy}`" in text

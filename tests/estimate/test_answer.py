@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import re
 import subprocess
 import sys
 
@@ -54,6 +55,24 @@ def test_it_fits_a_terminal_and_says_what_is_sent(
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
     assert "sends 744 MB per rank" in shown.replace("\n", " ")  # 8 bytes · 124 million · 3/4
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_every_cell_stands_under_its_heading_and_a_row_fits_a_terminal(
+    seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draws = random.Random(seed)
+    parameters, seconds = f"{10 ** draws.uniform(3, 13):.0f}", f"{10 ** draws.uniform(-4, 5):.3g}"
+    network = draws.choice(["1mbit", "100mbit", "1gbit", "100gbit"])
+    words = f"--parameters {parameters} --update-seconds {seconds} --ranks {draws.randint(2, 999)} --network {network}"
+    print_estimate(words.split())
+    _, table, _ = capsys.readouterr().out.split("\n\n")
+    starts, *others = [
+        [cell.start() for cell in re.finditer(r"(?<!\S)\S+(?: \S+)*", row)] for row in table.splitlines()
+    ]
+    assert len(others) > 10
+    assert [row for row in others if row != starts] == []
+    assert max(map(len, table.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("seconds", [1e-3, 0.1, 1.0, 100.0, 1e6])

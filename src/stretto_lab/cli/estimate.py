@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from stretto.errors import UnknownName
 from stretto.fields import field_types, read_value, unknown_name
-from stretto_lab.estimate import EstimateConfig, estimate
+from stretto_lab.estimate import EstimateConfig, Row, estimate
 from stretto_lab.patience import fold
 
 
@@ -26,23 +26,37 @@ def print_estimate(words: Sequence[str]) -> None:
             f"{work.update_seconds:.3g} s of computing."
         )
     )
-    print("\nstrategy                 wire   sent       s/update  waits   memory     nats")
-    for row in rows:
-        time = row.time
-        waits = f"{time.exposed_seconds / time.seconds:.0%}"
-        print(
-            f"{row.strategy:24} {row.wire:6} {_bytes(time.sent_bytes):10} {time.seconds:<9.3g} {waits:7} "
-            f"{_bytes(time.memory_bytes):10} {'unknown' if row.nats is None else f'{row.nats:+.3f}'}"
-        )
+    print()
+    table = [_HEADINGS, *(_cells(row) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
     print(
         f"\nFirst choice: {choice.options}  ({choice.nats:+.3f} nats)\n"
         + fold(
             f"{base.seconds / choice.time.seconds:.2f} times as fast as zero1 on fp32. Nats: of held-out loss, per "
             "byte, what each has cost a small GPT, averages on the next larger of 2, 8 and 32 ranks; it may differ for "
             "you. "
-            "Memory is without activations and what a packed wire keeps. "
+            "Sent: by a rank per update. Waits: the share of an update that waits for the link. Memory is without "
+            "activations and what a packed wire keeps. "
             "Nothing was measured here: `stretto plan` does that."
         )
+    )
+
+
+_HEADINGS = ("strategy", "wire", "sent", "s/update", "waits", "memory", "nats")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    time = row.time
+    return (
+        row.strategy,
+        row.wire,
+        _bytes(time.sent_bytes),
+        f"{time.seconds:.3g}",
+        f"{time.exposed_seconds / time.seconds:.0%}",
+        _bytes(time.memory_bytes),
+        "unknown" if row.nats is None else f"{row.nats:+.3f}",
     )
 
 
@@ -61,5 +75,9 @@ def _read(words: Sequence[str]) -> EstimateConfig:
     return EstimateConfig(**values)
 
 
+_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
 def _bytes(count: float) -> str:
-    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
+    size, unit = next(((size, unit) for size, unit in _UNITS if count >= size), _UNITS[-1])
+    return f"{count / size:.3g} {unit}"

@@ -27,7 +27,9 @@ function calculate(job) {
 }
 
 function bytes(count) {
-  return count >= 1e9 ? `${Number((count / 1e9).toPrecision(3))} GB` : `${Number((count / 1e6).toPrecision(3))} MB`;
+  const units = [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]];
+  const [size, unit] = units.find(([least]) => count >= least) ?? units[3];
+  return `${three(count / size)} ${unit}`;
 }
 
 function three(value) {
@@ -63,14 +65,15 @@ function show(form, shown) {
     }
     return tr;
   };
-  const titles = ["strategy", "wire", "sent per update", "s per update", "waits", "memory", "loss, nats"];
+  // What decides comes first: a phone shows five columns, and the others by a stroke.
+  const titles = ["strategy", "wire", "s per update", "waits", "loss, nats", "sent per update", "memory"];
   const top = document.createElement("thead");
   top.append(line(titles, "th"));
   const body = document.createElement("tbody");
   rows.forEach((row, index) => {
     const nats = row.nats === null ? "unknown" : `+${row.nats.toFixed(3)}`;
-    const tr = line([row.strategy, row.wire, bytes(row.sent), three(row.seconds),
-      `${Math.round(100 * row.waiting / row.seconds)} %`, bytes(row.memory), nats], "td");
+    const tr = line([row.strategy, row.wire, three(row.seconds),
+      `${Math.round(100 * row.waiting / row.seconds)} %`, nats, bytes(row.sent), bytes(row.memory)], "td");
     if (index === choice) tr.className = "chosen";
     body.append(tr);
   });
