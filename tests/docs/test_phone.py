@@ -26,7 +26,7 @@ function next() {
     open++;
     frame.width = PHONE; frame.height = 800; frame.src = page;
     frame.onload = () => {
-        found[page] = frame.contentDocument.documentElement.scrollWidth;
+        found[page] = MEASURED;
         frame.remove(); open--; next();
     };
     document.body.append(frame);
@@ -46,10 +46,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def widths(site: Path, pages: list[str]) -> dict[str, int]:
-    """How wide each page is on a phone, in pixels."""
+PAGE = "frame.contentDocument.documentElement.scrollWidth"
+WIDEST_TABLE = (
+    "Math.max(...[...frame.contentDocument.querySelectorAll('article table')].map(one => one.scrollWidth))"
+)
+
+
+def widths(site: Path, pages: list[str], measured: str = PAGE) -> dict[str, int]:
+    """How wide each page is on a phone, or what else is measured of it, in pixels."""
     script = (
         SCRIPT.replace("PAGES", json.dumps(pages))
+        .replace("MEASURED", measured)
         .replace("PHONE", str(PHONE))
         .replace("AT_ONCE", str(AT_ONCE))
     )
@@ -76,6 +83,15 @@ def test_no_page_scrolls_sideways_on_a_phone(site: Path) -> None:
     found = widths(site, pages)
     assert found.keys() == set(pages)
     assert len(pages) > 30
+    assert {page: width for page, width in found.items() if width > PHONE} == {}
+
+
+@needs_chromium
+def test_a_phone_shows_the_last_column_of_the_tables_of_the_first_page_and_of_the_calculator(
+    site: Path,
+) -> None:
+    """There it is the answer: what an update then takes, and what Stretto does beside others."""
+    found = widths(site, ["index.html", "calculator.html"], WIDEST_TABLE)
     assert {page: width for page, width in found.items() if width > PHONE} == {}
 
 
