@@ -40,7 +40,7 @@ LINK = re.compile(r"(^ *```.*?^ *```|`[^`\n]*`)|\]\(([^)\s#]+)(#[^)\s]*)?\)", re
 """Code, which is passed over; or the target of a link, and its anchor."""
 
 CODE = re.compile(r"<code>[^<]*</code>")
-LONG = 30
+LONG = 26
 """Characters from which a name is broken where its cell is narrow, tags included."""
 
 
