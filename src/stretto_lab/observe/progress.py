@@ -205,7 +205,7 @@ class Progress(Observer):
         if averages.is_echoed:
             rows.append(("echo", averages.echo_text))
         if averages.waits:
-            rows.append(("data", f"{averages.wait_share:.1%} of the time waits for them"))
+            rows.append(("data", f"{averages.wait_share:.1%} of the time waits for batches"))
         return rows + ending
 
     def _print_last_line(self) -> None:
