@@ -73,6 +73,7 @@ def test_the_page_leads_with_what_limited_the_run_and_shows_rate_norm_and_speed(
     )
     assert facts[0][0] == "what limited it"
     assert facts[0][1].startswith(limit)
+    assert "`" not in facts[0][1]  # a page is no Markdown
     assert ("link", "none") not in facts
 
 

@@ -136,11 +136,11 @@ def _verdict(time: UpdateTime | None) -> dict[str, str]:
         return {"what limited it": f"computing: {1 - link - data:.0%} of an update; there is little to hide"}
     if link >= data:
         return {
-            "what limited it": f"the link: {link:.0%} of an update waited for it. `stretto plan` says "
-            "which strategy and wire would wait less"
+            "what limited it": f"the link, or a slower rank: {link:.0%} of an update waited for other ranks. stretto "
+            "plan says which strategy and wire would wait less"
         }
     return {
-        "what limited it": f"the data: {data:.0%} of an update waited for it. `stretto diagnose` says what would help"
+        "what limited it": f"the data: {data:.0%} of an update waited for them. stretto diagnose says what would help"
     }
 
 
