@@ -195,7 +195,10 @@ class DataParallel:
             CommunicationError: A rank died, raised or fell silent.
         """
         with self._compute.lifetime.running():
-            return self._backward(loss, weight, samples)
+            check_loss(loss, self._compute.where)
+            weight = check_weight(weight, self._compute.where)
+            self._compute.backward(loss, weight)
+            return self._count(weight, loss.reshape(()), samples)
 
     def micro_batch(
         self,
@@ -225,7 +228,7 @@ class DataParallel:
             samples = num_samples(batch) if samples is None else samples
             with self._compute.lifetime.running(is_users=True):
                 loss = loss_function(batch)
-            return self._backward(*weighed(loss, weight, samples))
+            return self.backward(*weighed(loss, weight, samples))
 
     def count_micro_batch(
         self, weight: float = 1.0, loss: Tensor | None = None, samples: int | None = None
@@ -409,12 +412,6 @@ class DataParallel:
                 raise cause from error
 
     # Micro-batches
-
-    def _backward(self, loss: Tensor, weight: float, samples: int | None) -> Update | None:
-        check_loss(loss, self._compute.where)
-        weight = check_weight(weight, self._compute.where)
-        self._compute.backward(loss, weight)
-        return self._count(weight, loss.reshape(()), samples)
 
     def _count(self, weight: float, loss: Tensor | None, samples: int | None) -> Update | None:
         where = self._compute.where

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
+from stretto.engine import misuse
 from stretto.engine.agreed import AgreedReplica
 from stretto.engine.replica import Flight, Performer
 from stretto.engine.round import Landing, Round
@@ -117,5 +118,10 @@ class CommLane:
                     f"strategy {self.strategy.name} asks for {type(effect).__name__} in update "
                     f"{self.progress.step + 1}: expected an effect of its first updates, by which the job was made"
                 )
-            effect = self._script.send(self._performers[type(effect)](effect, flight))
+            try:
+                answer = self._performers[type(effect)](effect, flight)
+            except Exception as error:
+                misuse.check_step(error, effect, self.progress.hyperparameters, self.replica.where)
+                raise
+            effect = self._script.send(answer)
         self._waits_for = effect

@@ -5,6 +5,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from stretto.errors import (
@@ -13,10 +14,13 @@ from stretto.errors import (
     LossNotScalar,
     ParametersTouched,
     StepWithoutBackward,
+    StrettoError,
     UnusedParameters,
     UsageError,
 )
 from stretto.fields import shown
+from stretto.optimizer import Hyperparameters
+from stretto.strategies.contract import Effect, Preview, Step
 
 
 def no_loss(loss: object, where: object) -> UsageError:
@@ -140,6 +144,28 @@ def check_exception(given: object) -> None:
     """
     if not isinstance(given, BaseException):
         raise ConfigError(f"fail: expected an exception, found {shown(given)}")
+
+
+def check_step(error: Exception, effect: Effect, settings: Hyperparameters, where: object) -> None:
+    """Raise if a step of the optimizer, or a preview of one, has failed with what is set in its groups.
+
+    Args:
+        error: What was raised.
+        effect: Of the strategy, in which it was.
+        settings: Of the step.
+        where: Rank and step, for messages.
+
+    Raises:
+        UsageError: Shows them.
+    """
+    is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    if is_memory or isinstance(error, StrettoError) or not isinstance(effect, Step | Preview):
+        return
+    groups = [", ".join(f"{name}={shown(value)}" for name, value in group.items()) for group in settings]
+    raise UsageError(
+        f"{where}: step() of the optimizer raised {type(error).__name__} ({' '.join(str(error).split())}): expected "
+        f"settings that it can step with, found {'; '.join(groups)}: look at what was set in its param_groups"
+    ) from error
 
 
 def check_graph(error: RuntimeError, where: object) -> None:

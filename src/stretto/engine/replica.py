@@ -254,8 +254,7 @@ class Replica:
             flight.shown = "committed"
             return
         _, clip = self._clip(gradient)
-        hyperparameters = self.progress.hyperparameters
-        self.sharded.preview(gradient, hyperparameters, clip, flight.round.buffer.flats)
+        self.sharded.preview(gradient, self.progress.hyperparameters, clip, flight.round.buffer.flats)
         self.runtime.charge("preview", self.sharded.numel)
         flight.shown = "estimate"
 

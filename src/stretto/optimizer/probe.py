@@ -173,6 +173,8 @@ def _reason_against(trial: Trial, plain: PlainLoop, owners: Owners) -> str | Non
 
 def _difference(trial: Trial, plain: PlainLoop) -> str:
     """Return what makes owners of whole tensors differ from the plain loop."""
+    if not all(values.isfinite().all() for update in plain.history for values in update):
+        return "with its settings values are not finite after a few steps; expected finite settings in its param_groups"
     if plain.moved:
         return "it gives parameters another storage; expected steps in place, such as p.data.add_(...)"
     if plain.changed:

@@ -15,17 +15,19 @@ Hyperparameters = list[dict[str, Any]]
 def read_hyperparameters(optimizer: torch.optim.Optimizer) -> Hyperparameters:
     """Return what schedulers and users may turn, by value, at this moment."""
     return [
-        {key: _by_value(value) for key, value in group.items() if key not in ("params", "param_names")}
+        {key: by_value(value) for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
     ]
 
 
 def learning_rate(group: Mapping[str, Any]) -> float:
-    """Return the learning rate of a parameter group; nan where its optimizer has none."""
-    return float(group.get("lr", math.nan))
+    """Return the learning rate of a parameter group; nan where its optimizer has none, or finds it by itself."""
+    rate = group.get("lr")
+    return math.nan if rate is None else float(rate)
 
 
-def _by_value(value: Any) -> Any:
+def by_value(value: Any) -> Any:
+    """Return a copy of a setting, or of an entry of the state, unless nobody can write it."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return copy.deepcopy(value) if isinstance(value, list | dict | set) else value

@@ -3,7 +3,6 @@
 The private optimizer sees the masters as segments (`stretto.optimizer.segments`).
 """
 
-import copy
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
@@ -17,7 +16,7 @@ from stretto.errors import ConfigError
 from stretto.flat import Block, Layout, Owned, Slices
 from stretto.optimizer.private import is_elementwise, rebuild
 from stretto.optimizer.segments import Piece, Segment, cut_segments, owned_pieces, segment_of
-from stretto.optimizer.settings import Hyperparameters
+from stretto.optimizer.settings import Hyperparameters, by_value
 
 _BLOCK = 2**16
 """Elements of a sum that are widened at a time, on a processor: they stay in its cache."""
@@ -261,7 +260,9 @@ class ShardedOptimizer:
 
     def _turn(self, hyperparameters: Hyperparameters) -> None:
         for group, settings in zip(self.optimizer.param_groups, hyperparameters, strict=True):
-            group.update(settings)
+            parameters = group["params"]
+            group.clear()  # of what the user has removed, too
+            group.update(settings, params=parameters)
 
     def _step_ghosts(
         self,
@@ -293,7 +294,7 @@ class ShardedOptimizer:
                     copies.append(states[ghost][key])
                     originals.append(value)
                 else:
-                    states[ghost][key] = _copied(value)
+                    states[ghost][key] = by_value(value)
         if copies:
             torch._foreach_copy_(copies, originals)
         self._ghost.state = states
@@ -346,10 +347,6 @@ def _within(flats: Sequence[Tensor], block: Block) -> Tensor:
     return flats[block.set_index].as_strided(size, stride, block.start)
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-
-
 def _cut(value: Any, master: Tensor, low: int, high: int) -> Any:
     """Return the share of one state entry: element-wise tensors are cut, step counts are copied."""
-    return value[low:high].clone() if is_elementwise(value, master) else _copied(value)
+    return value[low:high].clone() if is_elementwise(value, master) else by_value(value)

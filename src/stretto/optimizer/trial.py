@@ -249,7 +249,7 @@ def _master_dtype(like: Tensor) -> torch.dtype:
 
 
 def _with_rate(settings: dict[str, Any], rate: float) -> dict[str, Any]:
-    if "lr" not in settings:
+    if settings.get("lr") is None:
         return settings
     given = settings["lr"]
     return {**settings, "lr": torch.full_like(given, rate) if isinstance(given, Tensor) else rate}
