@@ -5,7 +5,14 @@ import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from stretto.errors import CheckpointError, CommunicationError, ConfigError, ForeignCheckpoint, TornCheckpoint
+from stretto.errors import (
+    CheckpointError,
+    CommunicationError,
+    ConfigError,
+    ForeignCheckpoint,
+    PeerSilent,
+    TornCheckpoint,
+)
 from stretto.fields import shown
 from stretto.parallel import DataParallel
 
@@ -59,7 +66,7 @@ class Ranks:
             outcome = work()
         except Exception as error:
             cause, failure = error, self._describe(doing, error)
-        records = self._exchange((failure, outcome if share else None))
+        records = self._exchange(doing, (failure, outcome if share else None))
         failures = [failure for failure, _ in records if failure is not None]
         if failures:
             kind, message = failures[0]
@@ -75,7 +82,7 @@ class Ranks:
         line = (str(error).splitlines() or [""])[0]  # PyTorch explains at length
         return CheckpointError.__name__, f"{where}: {type(error).__name__}: {line}"
 
-    def _exchange(self, value: Any) -> list[Any]:
+    def _exchange(self, doing: str, value: Any) -> list[Any]:
         """Return every rank's value."""
         record = zlib.compress(json.dumps(value).encode(), level=1)  # plans repeat the same names
         job = self._parallel.job
@@ -84,6 +91,12 @@ class Ranks:
             records = job.everyone.gather_records(record)
         except Exception as error:
             cause = job.compute.lifetime.cause_of(error)
+            if isinstance(cause, PeerSilent):
+                cause = PeerSilent(
+                    f"{self._where}, {doing}: expected all ranks to save or load after the same update, and not one "
+                    f"alone, found: {cause}",
+                    cause.ranks,
+                )
             if isinstance(cause, CommunicationError):
                 job.compute.lifetime.fail(cause)
             if cause is error:
