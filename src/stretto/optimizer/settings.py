@@ -22,8 +22,7 @@ def read_hyperparameters(optimizer: torch.optim.Optimizer) -> Hyperparameters:
 
 def learning_rate(group: Mapping[str, Any]) -> float:
     """Return the learning rate of a parameter group; nan where its optimizer has none, or finds it by itself."""
-    rate = group.get("lr")
-    return math.nan if rate is None else float(rate)
+    return math.nan if group.get("lr") is None else float(group["lr"])
 
 
 def by_value(value: Any) -> Any:
