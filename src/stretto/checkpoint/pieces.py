@@ -4,6 +4,11 @@ Note [From the job to the file]
     Digests of the job's values are taken before anything is written. What lies in the file afterwards is read back and
     compared with them, and the digest that the manifest names is of the bytes that were read and found right. So a
     value that changes on its way (a copy, the serialisation, the disk's cache) is found while the job still has it.
+
+Note [Memory of a save]
+    A replica's record is as large as all else of a rank. So records are packed once, where they are made, and lie in
+    the file as they are; what is packed here takes the place of what it was made from; and all of it goes once it has
+    been written.
 """
 
 import io
@@ -35,6 +40,8 @@ from stretto.errors import CheckpointError, TornCheckpoint
 from stretto.packed import pack, unpack
 
 _Value = Tensor | io.BytesIO
+_RECORDS = ("rank", "owed", "replica")
+"""Parts of a state whose entries are records that come packed, and are dictionaries. Other bytes may be a user's."""
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -69,8 +76,14 @@ class SavePlanner(DefaultSavePlanner):
             return object
         name = write_item.index.fqn
         if name not in self._packed:
-            self._packed[name] = pack(object.value if isinstance(object, Whole) else object, repr(name))
+            value = object.value if isinstance(object, Whole) else object
+            self._packed[name] = value if name.partition(".")[0] in _RECORDS else pack(value, repr(name))
+            self.state_dict[name] = None
         return io.BytesIO(self._packed[name])
+
+    def let_go(self) -> None:
+        """Keep nothing of what was to be written."""
+        self._packed, self._copies, self.state_dict = {}, {}, {}
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -90,17 +103,17 @@ class LoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put an entry that is no tensor into the state; all of its content must be readable, before any is used."""
         name = read_item.dest_index.fqn
-        found = unpack(value.getvalue(), repr(name))
+        content = value.getvalue()
+        found = unpack(content, repr(name))
         *path, last = self.mappings[name]
-        if isinstance(found, bytes) and (*path, last)[0] not in (
-            "model",
-            "optimizer",
-        ):  # there bytes are the user's
+        part = (*path, last)[0]
+        if isinstance(found, bytes) and part not in ("model", "optimizer"):  # there bytes are the user's
             unpack(found, repr(name))
         entries: Any = self.original_state_dict
-        for part in path:
-            entries = entries[part]
-        entries[last] = found
+        for key in path:
+            entries = entries[key]
+        # Older checkpoints hold records that were packed once more.
+        entries[last] = content if part in _RECORDS and not isinstance(found, bytes) else found
 
 
 class Writer(FileSystemWriter):
@@ -221,7 +234,7 @@ def _contents(folder: Path, extents: Iterable[Extent]) -> Iterator[tuple[Extent,
 def _digest_of(value: _Value) -> int:
     """Return the digest of a piece's content, wherever the values lie."""
     if isinstance(value, io.BytesIO):
-        return xxhash.xxh3_64_intdigest(value.getbuffer())
+        return xxhash.xxh3_64_intdigest(value.getvalue())  # a buffer would be a copy
     return digest(value.detach().cpu())
 
 

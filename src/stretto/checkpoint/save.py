@@ -91,10 +91,12 @@ def save(
                 listener.committed_is_read()
         if in_background:
             group = parallel.job.everyone.group
-            parallel.job.model.listeners.append(BackgroundSave(ranks, group, writing.steps, writing.abandon))
+            parallel.job.model.listeners.append(
+                BackgroundSave(ranks, group, writing.steps(), writing.abandon)
+            )
             return home / name
         outcomes: list[Any] = []
-        for step in writing.steps:
+        for step in writing.steps():
             outcomes = ranks.gather(*step.after(outcomes))
     except CheckpointError:
         writing.abandon()
@@ -119,11 +121,6 @@ class _Writing:
     """One rank's part in writing, by PyTorch's protocol of planners and writers."""
 
     def __init__(self, parallel: DataParallel, path: Path, keep: int, state: State) -> None:
-        self.steps = (
-            Step("writing a checkpoint", self._write),
-            Step("committing a checkpoint", self._commit),
-        )
-        """What takes time, and touches neither the job nor its group."""
         self._path = folder.writing(path.parent, path.name)
         self._final = path
         self._keep = keep
@@ -143,6 +140,7 @@ class _Writing:
         self._writer.set_up_storage_writer(self._rank == 0)
         plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
         self._writer.hold(plan, self._planner)
+        self._state.clear()  # the planner has the entries
         return plan_as_json(plan)
 
     def divide(self, plans: list[Any], *, copies: bool) -> None:
@@ -152,10 +150,14 @@ class _Writing:
         self._share = self._planner.finish_plan(share)
         if copies:
             self._planner.copy(self._share)
-            self._state = {}
+
+    def steps(self) -> tuple[Step, ...]:
+        """Return what takes time, and touches neither the job nor its group."""
+        return Step("writing a checkpoint", self._write), Step("committing a checkpoint", self._commit)
 
     def abandon(self) -> None:
         """Remove what was written."""
+        self._planner.let_go()
         if self._rank == 0:
             folder.abandon(self._final.parent, self._final.name)
 
@@ -163,6 +165,7 @@ class _Writing:
         """Write this rank's share."""
         with writing_to(self._path):
             stored = self._writer.write(self._share, self._planner)
+        self._planner.let_go()
         return [piece.as_json() for piece in stored]
 
     def _commit(self, by_rank: list[Any]) -> None:

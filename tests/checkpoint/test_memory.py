@@ -1,0 +1,126 @@
+"""What a save holds beside the job: one copy of what it writes, little more while it works, and nothing afterwards."""
+
+import gc
+import io
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from stretto import ACCO, DDP, Average, DataParallel, DiLoCo, LocalSGD, WeightPrediction, ZeRO1, checkpoint
+from stretto.checkpoint.pieces import LoadPlanner
+from stretto.packed import pack
+
+WIDTH, LAYERS = 768, 4
+EVERY = 2
+"""Updates: the interval of what exchanges rarely."""
+STRATEGIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "ddp": (DDP(), {}),
+    "zero1 on int4": (ZeRO1(), {"wire": "int4"}),
+    "acco": (ACCO(), {}),
+    "wp on int8": (WeightPrediction(), {"wire": "int8"}),
+    "local": (LocalSGD(rate=0.1), {}),
+    "average": (Average(every=EVERY, fragments=1), {}),
+    "diloco": (DiLoCo(interval=EVERY), {}),
+    "diloco on int4": (DiLoCo(interval=EVERY), {"wire": "int4"}),
+}
+every_strategy = pytest.mark.parametrize("name", STRATEGIES)
+SLACK = 2**22
+"""Bytes: names, plans, classes that PyTorch makes for each file."""
+
+
+def job(name: str) -> DataParallel:
+    torch.manual_seed(0)
+    strategy, settings = STRATEGIES[name]
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+    parallel = DataParallel(
+        model, torch.optim.AdamW(model.parameters()), strategy, micro_batches=2, **settings
+    )
+    train(parallel, 2 * EVERY + 1)  # replicas differ
+    return parallel
+
+
+def train(parallel: DataParallel, updates: int) -> None:
+    until = parallel.steps + updates
+    while parallel.steps < until:
+        parallel.backward(parallel.job.model.model(torch.randn(2, WIDTH)).square().mean())
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Nothing goes that has to wait for the collector of cycles: after large values it comes late."""
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+
+
+def live_bytes() -> int:
+    """Bytes of all tensors that are alive."""
+    storages = {
+        one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+        for one in gc.get_objects()
+        if isinstance(one, torch.Tensor)
+    }
+    return sum(storages.values())
+
+
+def size_of(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("*.distcp"))
+
+
+@every_strategy
+def test_a_save_holds_its_records_twice_at_most_and_nothing_once_it_has_returned(
+    name: str, tmp_path: Path
+) -> None:
+    """Twice: packed in a stream that grows by an eighth, or read back from the file to be compared."""
+    parallel = job(name)
+    checkpoint.save(parallel, tmp_path)  # what is made once
+    with without_collector():
+        before, tensors = tracemalloc.get_traced_memory()[0], live_bytes()
+        path = checkpoint.save(parallel, tmp_path)
+        after, peak = tracemalloc.get_traced_memory()
+        assert live_bytes() - tensors < SLACK
+    assert after - before < SLACK
+    assert peak - before < 2 * size_of(path) + SLACK
+
+
+@every_strategy
+def test_a_save_beside_training_lets_go_of_its_copy_once_the_files_are_written(
+    name: str, tmp_path: Path
+) -> None:
+    parallel = job(name)
+    checkpoint.save(parallel, tmp_path)  # what is made once
+    with without_collector():
+        before, tensors = tracemalloc.get_traced_memory()[0], live_bytes()
+        checkpoint.save(parallel, tmp_path, async_save=True)
+        while checkpoint.check(parallel):
+            train(parallel, EVERY)  # so that as much is under way as before
+        assert tracemalloc.get_traced_memory()[0] - before < SLACK
+        assert live_bytes() - tensors < SLACK
+
+
+@pytest.mark.parametrize("part", ["rank", "owed", "replica"])
+def test_a_record_is_read_as_it_lies_in_the_file_and_as_older_versions_wrote_it(part: str) -> None:
+    """They packed the packed record once more, which took as much memory again."""
+    record = pack({"weight": torch.arange(4.0)}, "a record")
+    for content in (record, pack(record, "a record")):
+        planner = LoadPlanner()
+        planner.set_up_planner(state := {part: {"0": b""}}, Metadata({}), is_coordinator=False)
+        index = MetadataIndex(f"{part}.0")
+        nowhere = torch.Size([0])
+        planner.load_bytes(
+            ReadItem(LoadItemType.BYTE_IO, index, nowhere, index, nowhere, nowhere), io.BytesIO(content)
+        )
+        assert state == {part: {"0": record}}
