@@ -7,7 +7,7 @@ resume` goes on from its last checkpoint. Kept are the losses of all updates, th
 
     PYTHONPATH=. python experiments/sharded_large.py --out benchmarks/results/DATE-sharded-large
 
-Linux only; about 17 GiB of memory. `--width 384 --layers 8` is a model of 34 million, in a third of it.
+Linux only; about 20 GiB of memory. `--width 384 --layers 8` is a model of 34 million, in a third of it.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from presets import write_data
 from stretto.machine import describe_environment
 from stretto_lab.observe import read_json_lines, replace_json
 
-ARMS = ("acco:wire=int4", "diloco:interval=5:fragments=1:wire=int4")
+ARMS = ("acco:wire=int4", "diloco:interval=5:fragments=1")
 UPDATES, SAVED_EVERY, KILLED_AFTER = 20, 5, 12
 
 

@@ -111,7 +111,7 @@ def test_a_save_beside_training_lets_go_of_its_copy_once_the_files_are_written(
         assert live_bytes() - tensors < SLACK
 
 
-@pytest.mark.parametrize("part", ["rank", "owed", "replica"])
+@pytest.mark.parametrize("part", ["owed", "replica"])
 def test_a_record_is_read_as_it_lies_in_the_file_and_as_older_versions_wrote_it(part: str) -> None:
     """They packed the packed record once more, which took as much memory again."""
     record = pack({"weight": torch.arange(4.0)}, "a record")

@@ -40,8 +40,9 @@ from stretto.errors import CheckpointError, TornCheckpoint
 from stretto.packed import pack, unpack
 
 _Value = Tensor | io.BytesIO
-_RECORDS = ("rank", "owed", "replica")
-"""Parts of a state whose entries are records that come packed, and are dictionaries. Other bytes may be a user's."""
+_RECORDS = ("owed", "replica")
+"""Parts of a state whose entries come packed, and are dictionaries of tensors: large, and plain PyTorch reads them. Other
+bytes may be a user's, or hold what it refuses."""
 
 
 class SavePlanner(DefaultSavePlanner):
