@@ -41,8 +41,8 @@ from stretto.packed import pack, unpack
 
 _Value = Tensor | io.BytesIO
 _RECORDS = ("owed", "replica")
-"""Parts of a state whose entries come packed, and are dictionaries of tensors: large, and plain PyTorch reads them. Other
-bytes may be a user's, or hold what it refuses."""
+"""Parts of a state whose entries come packed, and are dictionaries of tensors: large, and plain PyTorch reads them.
+Other bytes may be a user's, or hold what it refuses."""
 
 
 class SavePlanner(DefaultSavePlanner):
