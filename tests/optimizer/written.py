@@ -276,6 +276,20 @@ class ListState(Written):
         super().update(p, g, group, state)
 
 
+class Count:
+    """Nothing that a checkpoint could hold."""
+
+    steps = 0
+
+
+class ObjectState(Written):
+    """Its state is an object, which a copy by reference shares."""
+
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        state.setdefault("count", Count()).steps += 1
+        super().update(p, g / state["count"].steps, group, state)
+
+
 class RuleObject(Written):
     """Its rule is an object, given to the constructor and kept on itself."""
 
@@ -356,6 +370,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "Noisy": (Noisy, "random numbers"),
     "LateState": (LateState, r"state is \['step'\] at first and \['average', 'step'\] later"),
     "ListState": (ListState, r"state \['norms'\] is neither"),
+    "ObjectState": (ObjectState, r"state \['count'\] is neither"),
     "RuleObject": (lambda groups: RuleObject(groups, torch.nn.Tanh()), r"'rule' \(a Tanh\).*\['rule'\]"),
     "SAM": (SAM, "SAM needs a closure"),
 }

@@ -152,6 +152,9 @@ def _cut(trial: Trial, plain: PlainLoop, groups: frozenset[int]) -> tuple[Owners
 
 def _reason_against(trial: Trial, plain: PlainLoop, owners: Owners) -> str | None:
     """Return why the optimizer may not be sharded as `owners` did; None if it may."""
+    odd = sorted({key for (_, key), kind in owners.later_state.items() if kind == "other"})
+    if odd:
+        return f"its state {odd} is neither a number nor a tensor; expected no other kinds"
     if not _is_equal(plain.history, owners.history):
         return _difference(trial, plain)
     if owners.wrote_gradients:
@@ -159,9 +162,6 @@ def _reason_against(trial: Trial, plain: PlainLoop, owners: Owners) -> str | Non
             "its steps write into .grad, which some strategies use twice; expected p.grad.add(...) in the place of "
             "p.grad.add_(...)"
         )
-    odd = sorted({key for (_, key), kind in owners.later_state.items() if kind == "other"})
-    if odd:
-        return f"its state {odd} is neither a number nor a tensor; expected no other kinds"
     if owners.later_state != owners.state:
         first, later = (sorted({key for _, key in state}) for state in (owners.state, owners.later_state))
         return (
