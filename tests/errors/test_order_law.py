@@ -252,9 +252,7 @@ AS_IN_PLAIN = (
     *(backward, backward, weighed, micro_batch, counted, counted_as_nothing, looked_at, looked_at_settled),
     *(dropped_graph, own_gradients, discard, commit, fed, left, saved, loaded, taken_and_loaded),
 )
-OTHERS = (*(zero_grad, step, stop, finish, leave, fail, wrapped_again, trained_settled, fed_inside),)
-ALONE = (fail, step, zero_grad, leave, wrapped_again)
-"""What ends the job on the rank that does it, so that ranks do it at one place alike."""
+OTHERS = (zero_grad, step, stop, finish, leave, fail, wrapped_again, trained_settled, fed_inside)
 
 # Where a call may stand
 

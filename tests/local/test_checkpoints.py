@@ -11,6 +11,7 @@ import torch
 
 from stretto import DDP, LocalSGD, Options
 from stretto.averaging.mean import ReplicaMean
+from stretto.checkpoint.manifest import Manifest
 from stretto.exchange import FP32, Exchange
 from stretto.flat import plan_layout
 from stretto.groups import SoloGroup
@@ -78,12 +79,14 @@ def test_another_strategy_begins_with_the_mean() -> None:
 
 
 def test_equal_replicas_are_saved_once(tmp_path: Path) -> None:
-    sizes = []
+    sizes, have_replicas = [], []
     for state in (True, False):
         job = Job(Case(strategy=LocalSGD(rate=0.5, state=state))).train(SAVED_AT)
         path = job.save(tmp_path / str(state))
+        have_replicas.append("replica.0" in Manifest.read(path).entries)
         sizes.append(sum(file.stat().st_size for file in path.iterdir()))
     masters = sum(p.numel() for p in job.model.parameters() if p.requires_grad) * 4
+    assert have_replicas == [False, True]
     assert sizes[1] > sizes[0] + 3 * masters  # masters and two moments of this rank's own
 
 

@@ -79,7 +79,7 @@ class SavePlanner(DefaultSavePlanner):
         if name not in self._packed:
             value = object.value if isinstance(object, Whole) else object
             self._packed[name] = value if name.partition(".")[0] in _RECORDS else pack(value, repr(name))
-            self.state_dict[name] = None
+            self.state_dict[name] = None  # see Note [Memory of a save]
         return io.BytesIO(self._packed[name])
 
     def let_go(self) -> None:

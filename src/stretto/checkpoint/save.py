@@ -140,7 +140,7 @@ class _Writing:
         self._writer.set_up_storage_writer(self._rank == 0)
         plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
         self._writer.hold(plan, self._planner)
-        self._state.clear()  # the planner has the entries
+        self._state.clear()  # the planner holds the entries, each until it is packed or written
         return plan_as_json(plan)
 
     def divide(self, plans: list[Any], *, copies: bool) -> None:
