@@ -26,7 +26,7 @@ from stretto.engine.noisy import NoisyRank
 from stretto.engine.on_device import choose_runtime
 from stretto.engine.options import BufferChoices, Clock, Options, Quota, Total, check_formats, plan_quota
 from stretto.engine.own_preview import OwnPreviews
-from stretto.engine.report import settings_text
+from stretto.engine.report import ADDRESS, settings_text
 from stretto.engine.rest import RestingLane
 from stretto.engine.round import Progress
 from stretto.engine.settling import SettlingModel
@@ -567,7 +567,7 @@ def _settings(phases: Mapping[int, Parts]) -> dict[str, str]:
         for step, one in later
     ]
     fixed = [f"{name}: {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in untrained(parts.model)]
-    return {
+    found = {
         "strategy": "\n".join([repr(parts.strategy), *followers]),
         "micro_batches": repr(parts.micro_batches),
         "options": "\n".join(chosen),
@@ -577,6 +577,7 @@ def _settings(phases: Mapping[int, Parts]) -> dict[str, str]:
         "guards": "\n".join(map(repr, parts.guards)),
         "scheduler": type(parts.scheduler).__name__,
     }
+    return {name: ADDRESS.sub("", text) for name, text in found.items()}
 
 
 def exchange_of(

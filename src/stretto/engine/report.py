@@ -7,6 +7,7 @@ on an error to raise. They decide all of this from the same gathered records, so
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
@@ -37,6 +38,7 @@ class Vote(IntEnum):
 
 _VOTES = tuple(Vote)
 """Votes by number; a lookup here is much faster than `Vote(number)`."""
+ADDRESS = re.compile(" at 0x[0-9a-f]+")  # in an object's text: every process has its own
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,8 +89,7 @@ class RankReport:
         fields: Mapping[str, Any] = record_dtype(len(self.used), len(self.changed)).fields or {}
         places: list[Place] = []
         for field in dataclasses.fields(measured):
-            value = getattr(measured, field.name)
-            if value is not None:
+            if (value := getattr(measured, field.name)) is not None:
                 places.append((fields[field.name][1], value.view(-1).view(torch.int8)))
         return places
 
@@ -179,11 +180,9 @@ class RoundReport:
 
         `norm_squared` is the squared norm of the whole sum, and is checked too; `who` has made these reports.
         """
-        losses = np.flatnonzero(~np.isfinite(self.records["loss_sum"])).tolist()
-        gradients = np.flatnonzero(~self.records["gradient_is_finite"]).tolist()
-        if losses:
+        if losses := np.flatnonzero(~np.isfinite(self.records["loss_sum"])).tolist():
             return f"the loss is not finite on {who} {losses}"
-        if gradients:
+        if gradients := np.flatnonzero(~self.records["gradient_is_finite"]).tolist():
             return f"the gradient is not finite on {who} {gradients}"
         if buffers := np.flatnonzero(~self.records["buffers_are_finite"]).tolist():
             return f"buffers of the model (running statistics and the like) are not finite on {who} {buffers}"
@@ -192,11 +191,12 @@ class RoundReport:
 
 def settings_text(hyperparameters: Hyperparameters) -> str:
     """Return hyperparameters as text, one line each; equal hyperparameters give equal texts."""
-    return "\n".join(
+    text = "\n".join(
         f"group {index}: {key}={value.to_dense().tolist() if isinstance(value, torch.Tensor) else value!r}"
         for index, group in enumerate(hyperparameters)
         for key, value in sorted(group.items())
     )
+    return ADDRESS.sub("", text)
 
 
 def in_rank_order(values: NDArray[np.float64]) -> float:

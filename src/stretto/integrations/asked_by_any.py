@@ -1,8 +1,8 @@
 """What a callback asks of the Trainer of transformers on one rank, all ranks do."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from transformers import TrainerCallback
 
 from stretto.integrations.refused import overrides
@@ -19,16 +19,15 @@ class AskedByAny(TrainerCallback):
     transformers itself ask on all ranks alike, and cost nothing here.
 
     Args:
-        trainer: Whose ranks agree.
+        callbacks: The Trainer's others.
+        by_rank: Returns the numbers of all ranks; all ranks call.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        own = [
-            one
-            for one in trainer.callback_handler.callbacks
-            if not type(one).__module__.startswith(("transformers.", "stretto."))
-        ]
+    def __init__(
+        self, callbacks: Sequence[object], by_rank: Callable[[Sequence[int]], Sequence[Sequence[int]]]
+    ) -> None:
+        self._by_rank = by_rank
+        own = [one for one in callbacks if not type(one).__module__.startswith(("transformers.", "stretto."))]
         asks = [any(overrides(one, TrainerCallback, hook) for one in own) for hook in _HOOKS]
         self._hooks = {hook for hook, found in zip(_HOOKS, self._on_any(asks), strict=True) if found}
 
@@ -60,6 +59,4 @@ class AskedByAny(TrainerCallback):
             setattr(control, flag, is_asked)  # as callbacks do: some keep the object
 
     def _on_any(self, flags: list[bool]) -> list[bool]:
-        own = torch.tensor([flags], dtype=torch.int32, device=self._trainer.args.device)
-        found: Any = self._trainer.accelerator.gather(own)
-        return [bool(flag) for flag in found.amax(0)]
+        return [any(flag) for flag in zip(*self._by_rank(flags), strict=True)]

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from transformers import trainer_jit_checkpoint
 
 
@@ -34,7 +33,5 @@ class JITCheckpointCallback(trainer_jit_checkpoint.JITCheckpointCallback):
 
     def _agree(self) -> None:
         if self.jit_manager is not None and self.trainer is not None:
-            asked = torch.tensor(
-                [int(self.jit_manager.is_checkpoint_requested)], device=self.trainer.args.device
-            )
-            self.jit_manager.is_checkpoint_requested = bool(self.trainer.accelerator.gather(asked).any())
+            found = self.trainer.by_rank([int(self.jit_manager.is_checkpoint_requested)])
+            self.jit_manager.is_checkpoint_requested = any(asked for (asked,) in found)

@@ -25,7 +25,7 @@ import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,10 +35,12 @@ from torch import Tensor
 
 from stretto import checkpoint as checkpoints
 from stretto.engine import Options
+from stretto.engine.instead import Instead
 from stretto.errors import CheckpointError, ConfigError, MissingExtra, UsageError
 from stretto.feed import num_samples
 from stretto.guards import Guard
 from stretto.integrations.accumulation import TrainerAccumulation
+from stretto.integrations.meeting import by_rank, check_alike
 from stretto.integrations.zero_grad import arm, disarm
 from stretto.parallel import DataParallel
 from stretto.strategies import Strategy
@@ -48,9 +50,11 @@ try:
     from lightning.pytorch import callbacks as known
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
     from stretto.integrations.lightning_settings import (
+        ALIKE,
         callbacks_of,
         check_arguments,
         check_callbacks,
@@ -108,7 +112,9 @@ class StrettoStrategy(DDPStrategy):
         self._exception: BaseException | None = None
         """That callbacks are being told of."""
         self._stopped_by_any: StoppedByAny | None = None
-        """For as long as several ranks fit."""
+        """For as long as several ranks fit, as the next one."""
+        self._stand_ins: list[Instead] = []
+        """Where loops would wait for other ranks by themselves, or come to wait for them at different places."""
         self._validation = ExitStack()
         """Shows the committed parameters for as long as a validation lasts."""
         self._loaded_from = Path()
@@ -142,7 +148,9 @@ class StrettoStrategy(DDPStrategy):
             callbacks.insert(0, _EndsJobFirst())
         disarm([self._module, optimizer])
         if trainer.world_size > 1:
+            check_alike(self.parallel, {name: getattr(trainer, name) for name in ALIKE})
             self._stopped_by_any = StoppedByAny(trainer, callbacks, self.by_rank)
+            self._stand_in(trainer)
 
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:  # type: ignore[override]  # DDP returns its wrapper
         """Leave the model as it is, where DDP wraps it."""
@@ -192,29 +200,67 @@ class StrettoStrategy(DDPStrategy):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks, unless an exception has parted them."""
         if self._exception is None:
+            self._meet()
             super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return rank `src`'s object, or this rank's own if an exception has parted them."""
-        return obj if self._exception is not None else super().broadcast(obj, src)
+        if self._exception is not None:
+            return obj
+        self._meet()
+        return super().broadcast(obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return what all or any ranks have decided, or this rank's own if an exception has parted them."""
-        return decision if self._exception is not None else super().reduce_boolean_decision(decision, all)
+        if self._exception is not None:
+            return decision
+        self._meet()
+        return super().reduce_boolean_decision(decision, all)
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        """Reduce what is logged over ranks."""
+        self._meet()
+        return super().reduce(*args, **kwargs)
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Gather what the module asks for."""
+        self._meet()
+        return super().all_gather(*args, **kwargs)
 
     def by_rank(self, number: int) -> list[int]:
         """Return every rank's number; all ranks call, and hear of one that has failed."""
-        own = torch.tensor([number], dtype=torch.int32, device=self.root_device)
-        found = own.new_empty(self.world_size)
-        lifetime = self._job.job.compute.lifetime
-        with lifetime.running():
-            work = dist.all_gather_into_tensor(found, own, async_op=True)
-            lifetime.failures.wait(work, "agreement on what any rank asks of the Trainer")
-        return found.tolist()
+        purpose = "agreement on what any rank asks of the Trainer"
+        return [found for (found,) in by_rank(self._job, [number], purpose)]
+
+    def _meet(self) -> None:
+        """Meet the other ranks before a collective of Lightning's; see Note [A trainer's own collectives]."""
+        if self._is_running:
+            by_rank(self._job, [0], "a collective of the Trainer")
+
+    def _stand_in(self, trainer: Trainer) -> None:
+        loop = trainer.fit_loop
+        for one, what in ((loop, "training"), (loop.epoch_loop.val_loop, "validation")):
+            counted = functools.partial(self._set_up_data, one, one.setup_data, what)
+            self._stand_ins.append(Instead(one, "setup_data", counted))
+        self._stand_ins.append(Instead(loop.epoch_loop, "_broadcast_sigterm_tensor", self._hear_signal))
+
+    def _set_up_data(self, loop: Any, set_up: Callable[[], None], what: str) -> None:
+        """Set up a loop's data, and compare between ranks how many batches there are."""
+        set_up()
+        check_alike(self._job, {f"the number of batches of {what}": loop.max_batches})
+
+    def _hear_signal(self) -> None:
+        """End if rank 0 has been sent SIGTERM, as Lightning does before each batch."""
+        if self.by_rank(int(self._module.trainer.received_sigterm))[0]:
+            with suppress(Exception):
+                dist.barrier()
+            raise SIGTERMException
 
     def teardown(self) -> None:
         """Give back what the job has borrowed."""
         self._validation.close()
+        while self._stand_ins:
+            self._stand_ins.pop().remove()
         if self._stopped_by_any is not None:
             self._stopped_by_any.end()
             self._stopped_by_any = None
@@ -229,6 +275,7 @@ class StrettoStrategy(DDPStrategy):
         return {
             **vars(self),
             **of_job,
+            "_stand_ins": [],
             "_optimizers": [],
             "_lightning_optimizers": [],
             "lr_scheduler_configs": [],

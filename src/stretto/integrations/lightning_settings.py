@@ -19,6 +19,18 @@ REFUSED_CALLBACKS: dict[type, str] = {
     known.ModelPruning: "it replaces parameters of the running job; prune before or after fit",
 }
 
+ALIKE = (
+    "max_epochs",
+    "max_steps",
+    "limit_train_batches",
+    "limit_val_batches",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "num_sanity_val_steps",
+    "reload_dataloaders_every_n_epochs",
+)
+"""Of a Trainer: what decides when ranks meet. The job compares lengths of accumulations and clipping."""
+
 
 def callbacks_of(trainer: Trainer) -> list[Any]:
     """Return the Trainer's callbacks, in the order in which they are called."""

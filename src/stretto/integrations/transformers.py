@@ -16,7 +16,7 @@ Note [Where everything lands]
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -26,10 +26,12 @@ from torch import Tensor, nn
 
 from stretto import checkpoint
 from stretto.engine import Options
+from stretto.engine.instead import Instead
 from stretto.errors import CheckpointError, MissingExtra, UsageError
 from stretto.feed import num_samples
 from stretto.guards import Guard
 from stretto.integrations.accumulation import TrainerAccumulation
+from stretto.integrations.meeting import by_rank, check_alike
 from stretto.integrations.refused import overrides, reads_optimizer_state, refuse
 from stretto.integrations.zero_grad import arm, disarm
 from stretto.parallel import DataParallel
@@ -48,6 +50,24 @@ except ImportError as error:
 
 _OWN_STEPS = ("lomo", "layerwise", "schedule_free")
 """In names of optimizers that step in the backward pass, or show other parameters than they train."""
+_COLLECTIVES = ("gather", "pad_across_processes", "reduce", "wait_for_everyone")
+"""Of the accelerator."""
+_ALIKE = (
+    "average_tokens_across_devices",
+    "include_num_input_tokens_seen",
+    "logging_strategy",
+    "logging_steps",
+    "logging_first_step",
+    "eval_strategy",
+    "eval_steps",
+    "eval_delay",
+    "eval_on_start",
+    "save_strategy",
+    "save_steps",
+    "load_best_model_at_end",
+    "prediction_loss_only",
+)
+"""Of the Trainer's arguments: what decides when ranks meet, with the number of steps and whether there are metrics."""
 FOLDER = "stretto"
 """Inside each `checkpoint-N` of the Trainer, what the job needs to go on."""
 _log = logging.getLogger("stretto")
@@ -112,6 +132,9 @@ class StrettoTrainer(transformers.Trainer):
         prepare = self.accelerator.prepare_optimizer
         self.accelerator.prepare_optimizer = lambda optimizer, **_: prepare(_faced(optimizer))
         self.accelerator.backward = self._backward
+        for name in _COLLECTIVES:
+            collective = getattr(self.accelerator, name)
+            Instead(self.accelerator, name, functools.partial(self._once_met, collective))
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
@@ -133,10 +156,6 @@ class StrettoTrainer(transformers.Trainer):
                 "resume_from_checkpoint, or make a new StrettoTrainer"
             )
         self._check_callbacks()
-        callbacks = self.callback_handler.callbacks
-        callbacks[:] = [one for one in callbacks if not isinstance(one, AskedByAny)]
-        if self.args.world_size > 1:
-            callbacks.append(AskedByAny(self))
         has_metric = isinstance(
             self.lr_scheduler, (torch.optim.lr_scheduler.ReduceLROnPlateau, transformers.GreedyLR)
         )
@@ -149,6 +168,12 @@ class StrettoTrainer(transformers.Trainer):
             options=dataclasses.replace(self._options, clip_norm=self.args.max_grad_norm or None),
         )
         self._accumulation = TrainerAccumulation(self.parallel)
+        if self.args.world_size > 1:
+            settings = {name: getattr(self.args, name) for name in _ALIKE}
+            settings |= {"max_steps": max_steps, "compute_metrics": self.compute_metrics is not None}
+            check_alike(self.parallel, settings)
+            others = self.callback_handler.callbacks
+            others.append(AskedByAny([*others], self.by_rank))
         disarm([model])
         if resume_from_checkpoint is not None:
             restored = checkpoint.load(self.parallel, _folder_in(resume_from_checkpoint))
@@ -166,6 +191,8 @@ class StrettoTrainer(transformers.Trainer):
                 self._accumulation.end_job(error)
             raise
         finally:
+            others = self.callback_handler.callbacks
+            others[:] = [one for one in others if not isinstance(one, AskedByAny)]
             arm([self.model_wrapped])
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -176,6 +203,19 @@ class StrettoTrainer(transformers.Trainer):
         for update in self._job.finish():
             self.last_update = update
         return super()._finalize_training(*args)  # type: ignore[no-untyped-call]  # as above
+
+    def by_rank(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of every rank; all ranks call, and hear of one that has failed."""
+        return by_rank(self._job, numbers, "agreement on what any rank asks of the Trainer")
+
+    def _once_met(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a collective of the Trainer's once ranks have met; see Note [A trainer's own collectives]."""
+        self._meet()
+        return collective(*args, **kwargs)
+
+    def _meet(self) -> None:
+        if self.parallel is not None and not self.parallel.job.compute.lifetime.has_finished:
+            by_rank(self._job, [0], "a collective of the Trainer")
 
     @property
     def _present(self) -> TrainerAccumulation:
@@ -249,6 +289,8 @@ class StrettoTrainer(transformers.Trainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_evaluate or self.control.should_save:
             self._land()
+        if self.control.should_log:
+            self._meet()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -261,6 +303,11 @@ class StrettoTrainer(transformers.Trainer):
         if not self._job.job.compute.lifetime.has_finished:
             self._land()
         super()._save_checkpoint(*args, **kwargs)
+
+    def store_flos(self) -> None:
+        """Add up over ranks how much has been computed; all ranks must call."""
+        self._meet()
+        super().store_flos()  # type: ignore[no-untyped-call]  # as above
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """Save the committed parameters, which `from_pretrained` reads; all ranks must call."""

@@ -259,14 +259,14 @@ def _log(ranks: Ranks) -> Callable[[str], None]:
 
 def simulate_command(words: Sequence[str]) -> None:
     """Train a recipe on a virtual cluster of many ranks."""
-    _, simulation = parse_options("simulate", words, CONFIGURE["simulate"])
+    recipe, simulation = parse_options("simulate", words, CONFIGURE["simulate"])
     _print_line(
         f"{simulation.strategy} on {simulation.ranks} virtual ranks, network {simulation.network}, seed "
         f"{simulation.seed}"
     )
     with named_as_options(simulation), named_as_options(simulation.task, TASK):
         results = simulate(simulation, shows_progress=True)
-    print_simulation(results.values[0], simulation)
+    print_simulation(results.values[0], simulation, recipe)
     _show(simulation.run_dir)
 
 

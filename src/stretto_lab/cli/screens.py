@@ -121,8 +121,8 @@ def _megabytes(num_bytes: float) -> str:
     return f"{sent:,.1f}" if sent >= 1 or not sent else f"{sent:.2g}"
 
 
-def print_simulation(outcome: Outcome, simulation: SimulateConfig[TaskConfig]) -> None:
-    """Print the outcome of a simulated run; its times are virtual."""
+def print_simulation(outcome: Outcome, simulation: SimulateConfig[TaskConfig], recipe: str) -> None:
+    """Print the outcome of a simulated run of a recipe, whose times are virtual, and what to do next."""
     rate, seconds = outcome.samples_per_second, outcome.training_seconds
     print(
         f"{outcome.updates} updates in {seconds:.3f} virtual s"
@@ -136,6 +136,11 @@ def print_simulation(outcome: Outcome, simulation: SimulateConfig[TaskConfig]) -
     print(_heldout(outcome, simulation.task))
     if simulation.run_dir is not None:
         print(f"records, trace and the model are in {simulation.run_dir}")
+    if simulation.nodes is None:  # a plan takes links of ranks
+        words = ["stretto", "plan", recipe, "--ranks", str(simulation.ranks), "--network", simulation.network]
+        if simulation.slow:
+            words += ["--slow", shown(simulation.slow)]
+        print(f"what to take there   {shlex.join(words)}")
 
 
 def print_diagnosis(diagnosis: Diagnosis) -> None:

@@ -1,0 +1,56 @@
+"""Where the ranks of another trainer meet, and hear of one that has failed.
+
+Note [A trainer's own collectives]
+    A trainer has collectives of its own, for what it logs, evaluates and saves. They hear of no failure: a rank would
+    wait in one of them for a rank that has raised an error, until its process ends or a timeout passes. So ranks meet
+    right before, in a collective that hears of it. It costs one small message per rank.
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from stretto.errors import ConfigError
+from stretto.parallel import DataParallel
+
+
+def by_rank(parallel: DataParallel, numbers: Sequence[int], purpose: str) -> list[list[int]]:
+    """Return the numbers of each rank; all ranks call, with as many. A job of one rank has nobody to ask.
+
+    Args:
+        parallel: The job, which has not ended.
+        numbers: Of this rank.
+        purpose: For messages.
+
+    Raises:
+        PeerFailed: A rank has raised an error, or died.
+    """
+    if parallel.world_size == 1:
+        return [list(numbers)]
+    compute = parallel.job.compute
+    own = torch.tensor([numbers], dtype=torch.int64, device=compute.layout.sets[0].device)
+    found = own.new_empty(parallel.world_size, len(numbers))
+    with compute.lifetime.running():
+        work = dist.all_gather_into_tensor(found, own, async_op=True)
+        compute.lifetime.failures.wait(work, purpose)
+    rows: list[list[int]] = found.tolist()
+    return rows
+
+
+def check_alike(parallel: DataParallel, settings: Mapping[str, object]) -> None:
+    """Raise if ranks differ in settings by which a trainer decides when they meet; all ranks call, with equal names.
+
+    Raises:
+        ConfigError: Names the first one. Ranks would wait for each other at different places.
+    """
+    own = [zlib.crc32(repr(value).encode()) for value in settings.values()]
+    rows = by_rank(parallel, own, "the settings of the trainer")
+    for column, (name, value) in enumerate(settings.items()):
+        others = [rank for rank, row in enumerate(rows) if row[column] != own[column]]
+        if others:
+            raise ConfigError(
+                f"{name}={value!r}: expected the same on all ranks, found another on rank {others[0]}: ranks would "
+                "wait for each other at different places"
+            )

@@ -1,0 +1,79 @@
+"""Ranks whose trainers would meet at different places are told at the start; under DDP they wait for each other."""
+
+import importlib.util
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations import test_lightning, test_transformers
+from tests.integrations.language import as_under_torchrun
+from tests.integrations.regression import said, samples
+from tests.integrations.test_lightning_alone import plain
+from tests.integrations.test_lightning_ways import loader, trainer_of
+from tests.integrations.ways import make
+from tests.processes import run_ranks
+
+OF_LIGHTNING: dict[str, tuple[Any, Any]] = {
+    "max_epochs": (2, 3),
+    "max_steps": (4, 6),
+    "limit_train_batches": (4, 6),
+    "limit_val_batches": (1, 2),
+    "val_check_interval": (1.0, 0.5),
+    "check_val_every_n_epoch": (1, 2),
+    "num_sanity_val_steps": (0, 1),
+    "reload_dataloaders_every_n_epochs": (0, 1),
+}
+OF_TRANSFORMERS: dict[str, tuple[Any, Any]] = {
+    "max_steps": (4, 6),
+    "logging_steps": (1, 2),
+    "logging_strategy": ("no", "epoch"),
+    "eval_strategy": ("no", "steps"),
+    "eval_steps": (1, 3),
+    "save_strategy": ("no", "steps"),
+    "save_steps": (2, 4),
+    "eval_on_start": (False, True),
+    "average_tokens_across_devices": (False, True),
+    "include_num_input_tokens_seen": ("no", "all"),
+    "compute_metrics": (None, len),
+}
+BATCHES = {"the number of batches of training": (20, 24), "the number of batches of validation": (4, 8)}
+
+
+def in_lightning(rank: int) -> list[tuple[str, str]]:
+    as_under_torchrun(rank)
+    test_lightning.silence()
+    draw, found = random.Random(1), []
+    for _ in range(50):
+        name, flipped = draw.choice([*OF_LIGHTNING, *BATCHES]), draw.randrange(2)
+        settings = {name: OF_LIGHTNING[name][rank ^ flipped]} if name in OF_LIGHTNING else {}
+        counts = {other: pair[rank ^ flipped if other == name else 0] for other, pair in BATCHES.items()}
+        trainer = trainer_of("ours", devices=2, use_distributed_sampler=False, **settings)
+        loaders = [loader(count) for count in counts.values()]
+        found.append((name, said(lambda t=trainer, both=loaders: t.fit(plain()(), *both))))
+    return found
+
+
+def in_transformers(rank: int) -> list[tuple[str, str]]:
+    as_under_torchrun(rank)
+    test_transformers.silence()
+    draw, found = random.Random(2), []
+    for case in range(50):
+        name, flipped = draw.choice([*OF_TRANSFORMERS]), draw.randrange(2)
+        settings = {"eval_dataset": samples(6), name: OF_TRANSFORMERS[name][rank ^ flipped]}
+        found.append((name, said(make("ours", f"case{case}", **settings).train)))
+    return found
+
+
+@pytest.mark.parametrize("library", ["lightning", "transformers"])
+def test_both_ranks_name_the_setting_in_which_they_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    monkeypatch.chdir(tmp_path)
+    for found in run_ranks(2, {"lightning": in_lightning, "transformers": in_transformers}[library]):
+        for name, told in found:
+            assert told.startswith(f"ConfigError: {name}="), (name, told)
+            assert "expected the same on all ranks" in told
