@@ -1,5 +1,7 @@
 """What differs between ranks, or is not finite on one of them, raises the same error on all of them."""
 
+import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +71,43 @@ def trained_on(
         "state": [tensor.tolist() for tensor in state],
         "losses": [update.loss for update in updates],
     }
+
+
+class Kept:
+    """Something that users keep in their optimizer's groups; its text is where it is in memory."""
+
+
+OBJECTS: dict[str, Callable[[], Any]] = {
+    "an object": Kept,
+    "a class": lambda: type("Made", (), {}),
+    "a function": lambda: lambda step: step,
+    "a method": lambda: Kept().__init__,
+    "a partial": lambda: functools.partial(Kept),
+    "a list": lambda: [Kept(), 1],
+    "a dictionary": lambda: {"of": (Kept(),)},
+}
+
+
+def kept_in_groups(rank: int, cases: int) -> list[Any]:
+    """Train with objects in the groups, other ones in every process, before the start and from the second update."""
+    draw, found = random.Random(5), []
+    elsewhere = [Kept() for _ in range(500 * rank)]
+    for _ in range(cases):
+        model, strategy = tiny_model(), STRATEGIES[draw.choice([*STRATEGIES])]
+        optimizer = torch.optim.AdamW(model.parameters())
+        names = draw.choice([*OBJECTS]), draw.choice([*OBJECTS])
+        optimizer.param_groups[0]["note"] = OBJECTS[names[0]]()
+        try:
+            parallel = st.DataParallel(model, optimizer, strategy, micro_batches=2)
+            for batch in parallel.feed(torch.ones(12, 2, 4)):
+                parallel.backward(model(batch).square().mean())
+                if parallel.steps == 2:
+                    optimizer.param_groups[0]["note"] = OBJECTS[names[1]]()
+            found.append((names, parallel.steps > 2))
+        except StrettoError as error:
+            found.append((names, str(error)))
+    del elsewhere
+    return found
 
 
 def started_from_other_values(rank: int) -> list[Any]:
@@ -164,6 +203,7 @@ SCENARIOS: dict[str, Callable[[int], Any]] = {
         for name in STRATEGIES
     },
     "nothing to train on one rank": lambda rank: wrap(tiny_model().requires_grad_(rank == 0)),
+    "objects": lambda rank: kept_in_groups(rank, 100),
     "other values": started_from_other_values,
     "unused on all": lambda rank: TinyJob(model=OnePath(0)).until_update(),
     "unused on one": lambda rank: TinyJob(model=OnePath(rank)).until_update().step,
@@ -263,6 +303,13 @@ def test_what_only_one_rank_cannot_train_is_told_to_the_others(results: list[dic
     assert told.startswith("PeerFailed: rank 0, after step 0, waiting for the round report: rank 1, ")
     assert cause in told
     assert cause in results[1]["nothing to train on one rank"]
+
+
+def test_objects_in_the_optimizers_groups_may_lie_elsewhere_in_each_process(
+    results: list[dict[str, Any]],
+) -> None:
+    for result in results:
+        assert [case for case in result["objects"] if case[1] is not True] == []
 
 
 def test_ranks_that_start_from_other_values_take_those_of_rank_0(results: list[dict[str, Any]]) -> None:
