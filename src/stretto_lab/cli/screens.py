@@ -140,7 +140,7 @@ def print_simulation(outcome: Outcome, simulation: SimulateConfig[TaskConfig], r
         words = ["stretto", "plan", recipe, "--ranks", str(simulation.ranks), "--network", simulation.network]
         if simulation.slow:
             words += ["--slow", shown(simulation.slow)]
-        print(f"what to take there   {shlex.join(words)}")
+        print(f"what to take   {shlex.join(words)}")
 
 
 def print_diagnosis(diagnosis: Diagnosis) -> None:
