@@ -195,7 +195,7 @@ class Progress(Observer):
             ("update", f"{self._step_text()}, {left}{since}"),
             ("loss", f"{averages.loss:.4f}{curve}"),
             ("held-out", self._heldout),
-            ("speed", f"{averages.samples_per_second:,.0f} samples/s"),
+            ("speed", f"{averages.samples_per_second:,.0f} samples/s, as below over {averages.of_updates}"),
             ("exposed", f"{averages.exposed_share:.1%} of the time waits for communication"),
             (
                 "lane",
@@ -312,6 +312,7 @@ class _Averages:
         fresh, echoed = sum(update.fresh for update in updates), sum(update.echoed for update in updates)
         # An update may hold no batch in its first use.
         first_losses = [one.first_use_loss for one in updates if math.isfinite(one.first_use_loss)]
+        self.of_updates = "the last update" if len(updates) == 1 else f"the last {len(updates)} updates"
         self.loss = sum(update.loss for update in updates) / len(updates)
         self.seconds_per_update = seconds / len(updates)
         self.share_per_second = (recent[-1].share - recent[0].share) / seconds
