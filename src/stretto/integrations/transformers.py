@@ -307,7 +307,7 @@ class StrettoTrainer(transformers.Trainer):
     def store_flos(self) -> None:
         """Add up over ranks how much has been computed; all ranks must call."""
         self._meet()
-        super().store_flos()  # type: ignore[no-untyped-call]  # as above
+        super().store_flos()
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """Save the committed parameters, which `from_pretrained` reads; all ranks must call."""
