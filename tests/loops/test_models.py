@@ -140,14 +140,38 @@ def with_buffer(value: Tensor) -> nn.Module:
     return model
 
 
+def with_parameter(value: Tensor) -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.register_parameter("graph", nn.Parameter(value, requires_grad=value.is_floating_point()))
+    return model
+
+
+RAGGED = [torch.ones(2), torch.ones(3)]
+NOT_DENSE: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "sparse": (lambda: torch.eye(2).to_sparse(), "layout torch.sparse_coo"),
+    "sparse rows": (lambda: torch.eye(2).to_sparse_csr(), "layout torch.sparse_csr"),
+    "nested": (lambda: torch.nested.nested_tensor(RAGGED), "nested values"),
+    "jagged": (lambda: torch.nested.nested_tensor(RAGGED, layout=torch.jagged), "nested values"),
+    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "quantized values"),
+    "quantized by channel": (
+        lambda: torch.quantize_per_channel(torch.ones(2, 2), torch.ones(2), torch.zeros(2), 0, torch.quint8),
+        "quantized values",
+    ),
+    "conjugated": (lambda: torch.ones(2, dtype=torch.complex64).conj(), "lazily conjugated values"),
+    "blocked": (lambda: torch.ones(2, 2).to_mkldnn(), "layout torch._mkldnn"),
+    "on meta": (lambda: torch.ones(2, device="meta"), "no values yet"),
+}
 REFUSED = {
+    **{
+        f"{name} buffer": (lambda make=make: with_buffer(make()), found)
+        for name, (make, found) in NOT_DENSE.items()
+    },
+    **{
+        f"{name} parameter": (lambda make=make: with_parameter(make()), found)
+        for name, (make, found) in NOT_DENSE.items()
+    },
     "lazy": (lazy, "has no values yet"),
     "meta": (on_meta, "has no values yet"),
-    "sparse buffer": (
-        lambda: with_buffer(torch.eye(2).to_sparse()),
-        "buffer 'graph' has layout torch.sparse",
-    ),
-    "buffer on meta": (lambda: with_buffer(torch.ones(2, device="meta")), "buffer 'graph' has no values yet"),
     "complex": (lambda: nn.Linear(4, 4, dtype=torch.complex64), "pairs of real ones"),
     "expanded": (expanded, r"elements of 'bias' .* share memory, as after expand"),
     "tied by data": (tied_by_data, "'0.weight' and '1.weight' share memory"),
@@ -156,6 +180,9 @@ REFUSED = {
 }
 
 
+@pytest.mark.filterwarnings(
+    "ignore:(Sparse CSR|The PyTorch API of nested|torch.quantize_per_tensor):UserWarning"
+)
 @pytest.mark.parametrize(("make", "found"), REFUSED.values(), ids=REFUSED)
 def test_a_model_that_cannot_be_trained_is_refused(make: Callable[[], nn.Module], found: str) -> None:
     with pytest.raises(UnsupportedModel, match=found):

@@ -61,7 +61,8 @@ class Mark:
 
 def mark_on(parameter: nn.Parameter) -> Mark | None:
     """Return the mark of the job that trains `parameter`; None if none does that has not ended."""
-    if not parameter.requires_grad or is_lazy(parameter):
+    is_dense = parameter.layout is torch.strided and not parameter.is_nested  # no job trains others
+    if not parameter.requires_grad or is_lazy(parameter) or not is_dense:
         return None
     mark: Mark | None = adding_node(parameter).metadata.get(_JOB)
     return mark

@@ -33,7 +33,7 @@ def check_parameters(model: nn.Module, *, sharded: bool = False) -> None:
     for name, parameter in model.named_parameters():
         _check_parameter(original_name(name), parameter, sharded=sharded)
     for name, buffer in model.named_buffers():
-        _check_buffer(original_name(name), buffer)
+        _check_values(f"buffer {original_name(name)!r}", buffer)
     check_memory([*model.named_parameters(), *model.named_buffers()])
 
 
@@ -48,6 +48,8 @@ def _check_parameter(name: str, parameter: nn.Parameter, *, sharded: bool) -> No
             f"parameter {name!r} has no values yet: expected a complete model; run a forward pass (lazy modules) or "
             "materialise it (meta device) before making the optimizer and wrapping"
         )
+    if not is_dtensor(parameter):
+        _check_values(f"parameter {name!r}", parameter)
     if parameter.requires_grad and parameter.dtype not in _TRAINABLE_DTYPES:
         advice = {
             torch.float16: "float16 needs loss scaling (GradScaler), which is not supported; use bfloat16",
@@ -59,10 +61,16 @@ def _check_parameter(name: str, parameter: nn.Parameter, *, sharded: bool) -> No
         )
 
 
-def _check_buffer(name: str, buffer: torch.Tensor) -> None:
-    if buffer.layout is not torch.strided or buffer.is_meta:
-        kind = "no values yet" if buffer.is_meta else f"layout {buffer.layout}"
+def _check_values(what: str, tensor: torch.Tensor) -> None:
+    kinds = {
+        "no values yet": tensor.is_meta,
+        "quantized values": tensor.is_quantized,
+        "nested values": tensor.is_nested,
+        f"layout {tensor.layout}": tensor.layout is not torch.strided,
+        "lazily conjugated values": tensor.is_conj(),
+    }
+    if kind := next((kind for kind, is_so in kinds.items() if is_so), None):
         raise UnsupportedModel(
-            f"buffer {name!r} has {kind}: expected a dense tensor, which ranks can take over from rank 0; keep it in "
-            "an attribute that is no buffer, or materialise it"
+            f"{what} has {kind}: expected a dense tensor, which ranks can take over from rank 0; materialise it, or "
+            "keep it in an attribute that is neither parameter nor buffer"
         )
