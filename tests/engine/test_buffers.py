@@ -176,6 +176,54 @@ def test_no_strategy_minds_what_becomes_of_a_buffer(seed: int) -> None:
                         assert bool((buffer == own(rank, len(case.kinds[rank]) - 1)).all()), case
 
 
+class Best(nn.Module):
+    """A layer, and a buffer that is infinite until a step of each rank's own."""
+
+    def __init__(self, rank: int, begins: int, sign: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.rank, self.begins, self.calls = rank, begins, 0
+        self.register_buffer("best", torch.full((2,), sign * float("inf")))
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > self.begins:
+            self.best.fill_(own(self.rank, self.calls))
+        return self.layer(input).square().mean()
+
+
+def keep_best(
+    rank: int, group: dist.ProcessGroup, strategy: Strategy, begins: list[int], sign: int
+) -> tuple[Tensor, int]:
+    torch.manual_seed(0)
+    model = Best(rank, begins[rank], sign)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallel = stretto.DataParallel(model, optimizer, strategy, micro_batches=2, group=group)
+    for batch in parallel.feed(torch.ones(16, 2, 3)):
+        parallel.backward(model(batch))
+    parallel.finish()
+    return model.best, model.calls
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_buffer_that_begins_with_an_infinity_becomes_finite_wherever_it_does_on_each_rank(
+    seed: int,
+) -> None:
+    draws = random.Random(seed)
+    for _ in range(30):
+        strategy, size = draws.choice(EXACT + OTHERS), draws.randint(1, 3)
+        begins, sign = [draws.randrange(8) for _ in range(size)], draws.choice([1, -1])
+        program = partial(keep_best, strategy=strategy, begins=begins, sign=sign)
+        for best, calls in VirtualCluster(size).run(program).values:
+            written = [own(rank, call) for rank in range(size) for call in range(calls + 1)]
+            assert bool(((best >= min(written)) & (best <= max(written))).all()), (
+                strategy,
+                begins,
+                sign,
+                best,
+            )
+
+
 def test_ranks_whose_buffers_part_are_told_once_which_one_it_is() -> None:
     def program(rank: int, group: dist.ProcessGroup) -> list[str]:
         script = (((((2 + rank,), torch.float32)), ((2,), torch.float32)),) * 3

@@ -56,7 +56,8 @@ def naive_moved(now: Tensor, before: Tensor, average: Tensor, is_first: bool) ->
         return average
     if is_first:
         return now if torch.equal(average, before) else average
-    return now + (average - before)
+    target = now + (average - before)
+    return torch.where(target.isfinite(), target, now)
 
 
 def are_same_bits(left: Buffer, right: Buffer) -> bool:

@@ -85,6 +85,15 @@ def add_group(job: TinyJob) -> None:
     job.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
+def remove_from_group(job: TinyJob) -> None:
+    job.optimizer.param_groups[0]["params"].pop()
+
+
+def split_group(job: TinyJob) -> None:
+    parameters = job.optimizer.param_groups[0]["params"]
+    job.optimizer.add_param_group({"params": [parameters.pop()], "lr": 0.0})
+
+
 IN_PLACE = (clip, clip_without_effect, scale_one_gradient, fill_with_zeros)
 REBOUND = (rebind_data, convert)
 WRITTEN = (write_one, load_weights)
@@ -128,7 +137,9 @@ def test_a_change_behind_the_engines_back_is_told_at_the_next_micro_batch(
         (replace_parameter, ("1 trainable parameters that it did not have",)),
         (add_layer, ("2 trainable parameters that it did not have",)),
         (remove_layer, ("'2.bias' was removed", "new DataParallel")),
-        (add_group, ("2 parameter groups, 1 when it was wrapped", "before wrapping")),
+        (add_group, ("hold [4, 1] parameters, [4] when it was wrapped", "before wrapping")),
+        (remove_from_group, ("hold [3] parameters, [4] when it was wrapped", "requires_grad_(False)")),
+        (split_group, ("hold [3, 1] parameters, [4] when it was wrapped", "before wrapping")),
     ],
 )
 def test_a_model_or_optimizer_of_another_build_is_told_before_its_round_takes_off(

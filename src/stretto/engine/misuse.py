@@ -278,10 +278,11 @@ def parameter_written(name: str, where: object) -> ParametersTouched:
     )
 
 
-def groups_added(found: int, before: int, where: object) -> ParametersTouched:
-    """The optimizer has groups of which the job knows nothing."""
+def groups_changed(found: Sequence[int], before: Sequence[int], where: object) -> ParametersTouched:
+    """The optimizer's groups, by their numbers of parameters, are not those that the job knows."""
     return ParametersTouched(
-        f"{where}: the optimizer has {found} parameter groups, {before} when it was wrapped; add groups before wrapping"
+        f"{where}: the optimizer's groups hold {list(found)} parameters, {list(before)} when it was wrapped: expected "
+        "the same groups; change them before wrapping, freeze a parameter with requires_grad_(False), or give it lr=0"
     )
 
 

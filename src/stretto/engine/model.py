@@ -69,7 +69,7 @@ class UserModel:
         """Inside `settled`, what the model showed before; otherwise None."""
         self._ids = {id(parameter) for parameter in self.registered}
         self._groups = [member.param_groups for member in self._members]
-        self._num_groups = sum(map(len, self._groups))
+        self._sizes = [len(one["params"]) for groups in self._groups for one in groups]
         self._memory = list(map(misuse.memory_of, parameters))
         self.remember()
 
@@ -123,13 +123,13 @@ class UserModel:
         misuse.check_written(self.names, self._versions, versions, where)
 
     def check_complete(self, where: object) -> None:
-        """Raise if a trainable parameter was added, removed or replaced since the model was wrapped, or a group added.
+        """Raise if a trainable parameter was added, removed or replaced since the model was wrapped, or groups changed.
 
         Raises:
             ParametersTouched: Says which, or how many.
         """
-        if (num_groups := sum(map(len, self._groups))) != self._num_groups:
-            raise misuse.groups_added(num_groups, self._num_groups, where)
+        if (sizes := [len(one["params"]) for groups in self._groups for one in groups]) != self._sizes:
+            raise misuse.groups_changed(sizes, self._sizes, where)
         trainable = {id(parameter) for parameter in self._every_parameter() if parameter.requires_grad}
         if trainable == self._ids:
             return

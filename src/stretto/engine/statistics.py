@@ -207,6 +207,7 @@ def moved(
     for indices, (now, before, average) in side_by_side(*columns):
         moves = _of_elements(has_moved, indices, columns[0])
         target = now + (average - before)
+        target = torch.where(target.isfinite(), target, now)  # from an infinity nothing can be moved
         if first:  # rank 0 itself keeps what it has got since
             keeps = torch.where(_of_elements(differs, indices, columns[0]), average, now)
             is_first = {

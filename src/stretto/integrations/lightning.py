@@ -131,6 +131,11 @@ class StrettoStrategy(DDPStrategy):
         optimizer, *others = self.optimizers
         if others:
             raise ConfigError(f"StrettoStrategy: expected one optimizer, found {1 + len(others)}")
+        if type(optimizer).__name__ == "_MockOptimizer":
+            raise ConfigError(
+                "StrettoStrategy: expected an optimizer from configure_optimizers, found none: return one, or leave "
+                "out this strategy"
+            )
         schedules = [config.scheduler for config in self.lr_scheduler_configs]
         check_callbacks(trainer, schedules, overlaps=self._overlaps)
         self._micro_batches = trainer.accumulate_grad_batches
@@ -340,11 +345,13 @@ class StrettoStrategy(DDPStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Drop an accumulation that has not come to its step, as where the loader gave None for the last batch."""
-        if self._module.trainer.accumulate_grad_batches != self._micro_batches:
-            raise UsageError(
-                f"accumulate_grad_batches: expected {self._micro_batches} as at the start of fit, found "
-                f"{self._module.trainer.accumulate_grad_batches}: a job has one length of accumulations"
-            )
+        clips = self._job.options.clip_norm
+        for name, value in (("accumulate_grad_batches", self._micro_batches), ("gradient_clip_val", clips)):
+            if (found := getattr(self._module.trainer, name) or None) != value:
+                raise UsageError(
+                    f"{name}: expected {value!r} as at the start of fit, found {found!r}: a job clips alike, and has "
+                    "one length of accumulations, from its start to its end"
+                )
         if batch_idx % self._micro_batches == 0:
             self._present.drop()
 

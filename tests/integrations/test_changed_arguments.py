@@ -1,0 +1,67 @@
+"""An argument that a job has taken over, changed by a callback while it trains, ends the run in one line."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations import test_lightning, test_transformers
+from tests.integrations.regression import said
+from tests.integrations.test_lightning_alone import plain
+from tests.integrations.test_lightning_ways import loader, trainer_of
+from tests.integrations.ways import make
+from tests.processes import run_ranks
+
+OF_LIGHTNING = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}
+OF_TRANSFORMERS = {"gradient_accumulation_steps": 3, "max_grad_norm": 0.5}
+
+
+def changed_in_lightning(rank: int) -> dict[str, str]:
+    import lightning.pytorch.callbacks as known
+
+    test_lightning.silence()
+    found = {}
+    for name, value in OF_LIGHTNING.items():
+
+        def change(_: Any, trainer: Any, *__: Any, name: str = name, value: Any = value) -> None:
+            setattr(trainer, name, value)
+
+        changes = type("Changes", (known.Callback,), {"on_train_batch_end": change})
+        trainer = trainer_of("ours", callbacks=[changes()])
+        found[name] = said(lambda trainer=trainer: trainer.fit(plain()(), loader()))
+    nothing = type("Nothing", (plain(),), {"configure_optimizers": lambda _: None})
+    found["no optimizer"] = said(lambda: trainer_of("ours").fit(nothing(), loader()))
+    return found
+
+
+def changed_in_transformers(rank: int) -> dict[str, str]:
+    import transformers
+
+    test_transformers.silence()
+    found = {}
+    for name, value in OF_TRANSFORMERS.items():
+
+        def change(_: Any, args: Any, *__: Any, name: str = name, value: Any = value, **___: Any) -> None:
+            setattr(args, name, value)
+
+        changes = type("Changes", (transformers.TrainerCallback,), {"on_step_end": change})
+        found[name] = said(make("ours", name, callbacks=[changes()]).train)
+    return found
+
+
+@pytest.mark.parametrize("library", ["lightning", "transformers"])
+def test_the_line_names_the_argument_and_both_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    monkeypatch.chdir(tmp_path)
+    program = {"lightning": changed_in_lightning, "transformers": changed_in_transformers}[library]
+    (found,) = run_ranks(1, program, backend=None)
+    told = found.pop("no optimizer", "ConfigError: found none")
+    assert told.startswith("ConfigError: ")
+    assert "found none" in told
+    for name, line in found.items():
+        assert line.startswith(f"UsageError: {name}: expected "), line
+        assert "found 3" in line or "found 0.5" in line
