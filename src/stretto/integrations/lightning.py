@@ -41,6 +41,7 @@ from stretto.feed import num_samples
 from stretto.guards import Guard
 from stretto.integrations.accumulation import TrainerAccumulation
 from stretto.integrations.meeting import by_rank, check_alike
+from stretto.integrations.refused import check_unchanged
 from stretto.integrations.zero_grad import arm, disarm
 from stretto.parallel import DataParallel
 from stretto.strategies import Strategy
@@ -59,6 +60,7 @@ try:
         check_arguments,
         check_callbacks,
         check_settings,
+        taken_over,
     )
     from stretto.integrations.stopped_by_any import StoppedByAny
 except ImportError as error:
@@ -103,6 +105,8 @@ class StrettoStrategy(DDPStrategy):
         self._options = Options() if options is None else options
         self._micro_batches = 1
         """Of a whole accumulation."""
+        self._taken: dict[str, object] = {}
+        """Of the Trainer: what the job was started with."""
         self._accumulation: TrainerAccumulation | None = None
         self._is_running = False
         """Whether the job has neither finished nor failed."""
@@ -139,6 +143,7 @@ class StrettoStrategy(DDPStrategy):
         schedules = [config.scheduler for config in self.lr_scheduler_configs]
         check_callbacks(trainer, schedules, overlaps=self._overlaps)
         self._micro_batches = trainer.accumulate_grad_batches
+        self._taken = taken_over(trainer)
         self.parallel = self._start_job(
             self._module,
             optimizer,
@@ -345,13 +350,7 @@ class StrettoStrategy(DDPStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Drop an accumulation that has not come to its step, as where the loader gave None for the last batch."""
-        clips = self._job.options.clip_norm
-        for name, value in (("accumulate_grad_batches", self._micro_batches), ("gradient_clip_val", clips)):
-            if (found := getattr(self._module.trainer, name) or None) != value:
-                raise UsageError(
-                    f"{name}: expected {value!r} as at the start of fit, found {found!r}: a job clips alike, and has "
-                    "one length of accumulations, from its start to its end"
-                )
+        check_unchanged(self._taken, taken_over(self._module.trainer), "fit()")
         if batch_idx % self._micro_batches == 0:
             self._present.drop()
 

@@ -32,6 +32,14 @@ ALIKE = (
 """Of a Trainer: what decides when ranks meet. The job compares lengths of accumulations and clipping."""
 
 
+def taken_over(trainer: Trainer) -> dict[str, object]:
+    """Return the settings that a job takes over when it starts; no clipping may be written as 0 or None."""
+    return {
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "gradient_clip_val": trainer.gradient_clip_val or None,
+    }
+
+
 def callbacks_of(trainer: Trainer) -> list[Any]:
     """Return the Trainer's callbacks, in the order in which they are called."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # its connector sets them

@@ -1,8 +1,8 @@
-"""What an integration refuses before its job starts, each in one line that says what to do."""
+"""What an integration refuses, nearly all of it before its job starts, each in one line that says what to do."""
 
 from collections.abc import Mapping
 
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, UsageError
 
 
 def refuse(who: str, settings: Mapping[str, tuple[bool, str]]) -> None:
@@ -18,6 +18,25 @@ def refuse(who: str, settings: Mapping[str, tuple[bool, str]]) -> None:
     for setting, (is_set, remedy) in settings.items():
         if is_set:
             raise ConfigError(f"{who} does not work with {setting}: {remedy}")
+
+
+def check_unchanged(before: Mapping[str, object], now: Mapping[str, object], call: str) -> None:
+    """Raise if a callback has changed a setting that the job took over when it started.
+
+    Args:
+        before: What the job was started with, by name.
+        now: The same settings of the trainer as they are.
+        call: Of the trainer, for the message.
+
+    Raises:
+        UsageError: Names the first that differs.
+    """
+    for name, value in before.items():
+        if now[name] != value:
+            raise UsageError(
+                f"{name}: expected {value!r} as at the start of {call}, found {now[name]!r}: a job clips alike, and "
+                "has one length of accumulations, from its start to its end"
+            )
 
 
 def overrides(instance: object, base: type, hook: str) -> bool:

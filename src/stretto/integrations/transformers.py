@@ -32,7 +32,7 @@ from stretto.feed import num_samples
 from stretto.guards import Guard
 from stretto.integrations.accumulation import TrainerAccumulation
 from stretto.integrations.meeting import by_rank, check_alike
-from stretto.integrations.refused import overrides, reads_optimizer_state, refuse
+from stretto.integrations.refused import check_unchanged, overrides, reads_optimizer_state, refuse
 from stretto.integrations.zero_grad import arm, disarm
 from stretto.parallel import DataParallel
 from stretto.records import Update
@@ -52,7 +52,6 @@ _OWN_STEPS = ("lomo", "layerwise", "schedule_free")
 """In names of optimizers that step in the backward pass, or show other parameters than they train."""
 _COLLECTIVES = ("gather", "pad_across_processes", "reduce", "wait_for_everyone")
 """Of the accelerator."""
-_FIXED = ("gradient_accumulation_steps", "max_grad_norm")
 _ALIKE = (
     "average_tokens_across_devices",
     "include_num_input_tokens_seen",
@@ -111,7 +110,7 @@ class StrettoTrainer(transformers.Trainer):
         self._start_job = functools.partial(DataParallel, strategy=strategy, wire=wire, guards=guards)
         self._options = Options(allow_unused=True) if options is None else options
         self._accumulation: TrainerAccumulation | None = None
-        self._fixed: dict[str, object] = {}
+        self._taken: dict[str, object] = {}
         """Of the arguments: what the job was started with."""
         super().__init__(*args, **kwargs)
         self.callback_handler.callbacks = [
@@ -171,7 +170,7 @@ class StrettoTrainer(transformers.Trainer):
             options=dataclasses.replace(self._options, clip_norm=self.args.max_grad_norm or None),
         )
         self._accumulation = TrainerAccumulation(self.parallel)
-        self._fixed = {name: getattr(self.args, name) for name in _FIXED}
+        self._taken = self._taken_over()
         if self.args.world_size > 1:
             settings = {name: getattr(self.args, name) for name in _ALIKE}
             settings |= {"max_steps": max_steps, "compute_metrics": self.compute_metrics is not None}
@@ -253,7 +252,7 @@ class StrettoTrainer(transformers.Trainer):
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Count the micro-batch, whatever `training_step` did: the Trainer calls this right after it."""
-        self._check_fixed()
+        check_unchanged(self._taken, self._taken_over(), "train()")
         count = self.current_gradient_accumulation_steps
         is_last = self.accelerator.sync_gradients
         update = self._present.end_micro_batch(count, num_samples(inputs), is_last=is_last)
@@ -262,14 +261,10 @@ class StrettoTrainer(transformers.Trainer):
             self._commit()
         super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]  # as above
 
-    def _check_fixed(self) -> None:
-        """Raise if a callback has changed an argument that the job has taken over."""
-        for name, value in self._fixed.items():
-            if (found := getattr(self.args, name)) != value:
-                raise UsageError(
-                    f"{name}: expected {value!r} as at the start of train(), found {found!r}: a job clips alike, and "
-                    "has one length of accumulations, from its start to its end"
-                )
+    def _taken_over(self) -> dict[str, object]:
+        """Return the arguments that a job takes over when it starts."""
+        names = ("gradient_accumulation_steps", "max_grad_norm")
+        return {name: getattr(self.args, name) for name in names}
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Leave it to the job, which clips before it steps."""
