@@ -15,7 +15,7 @@ from tests.integrations.callbacks import asked_on_one_rank, differences, of_tran
 from tests.integrations.language import as_under_torchrun
 from tests.integrations.regression import Regression, distance, said, samples, values
 from tests.integrations.test_transformers import silence
-from tests.integrations.ways import KINDS, TOLERANCE, asked, leaving_out, make
+from tests.integrations.ways import KINDS, TOLERANCE, asked, leaving_out, make, marked
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -192,7 +192,7 @@ def expected_of_one_rank_alone() -> list[Tensor]:
 def two_ranks(rank: int) -> dict[str, Any]:
     as_under_torchrun(rank)
     silence()
-    found: dict[str, Any] = {"alone": one_rank_alone(rank), "left out": left_out(rank, 30)}
+    found: dict[str, Any] = {"alone": one_rank_alone(rank), "left out": left_out(rank, 30), "marked": marked(rank)}
     found["callbacks"] = of_transformers(rank, 12)
     found["one rank asks"] = asked_on_one_rank(rank)
     found["asked"] = {
@@ -207,11 +207,21 @@ def two_ranks(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What rank 0 saw."""
+def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank saw."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("two"))
-        return run_ranks(2, two_ranks)[0]
+        return run_ranks(2, two_ranks)
+
+
+@pytest.fixture(scope="module")
+def two(both: list[dict[str, Any]]) -> dict[str, Any]:
+    """What rank 0 saw."""
+    return both[0]
+
+
+def test_a_folder_is_marked_as_incomplete_until_all_ranks_have_saved(both: list[dict[str, Any]]) -> None:
+    assert [one["marked"] for one in both] == [False, True]
 
 
 @pytest.mark.parametrize("name", ["zero1", "acco"])

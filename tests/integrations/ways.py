@@ -1,12 +1,15 @@
 """Trainers of transformers that a test derives, trains and asks for a checkpoint at a signal."""
 
+import contextlib
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.errors.test_failures import default_store
 from tests.integrations.regression import Regression, distance, samples, values
 
 KINDS = ("stock", "ours")
@@ -72,6 +75,45 @@ def leaving_out(chosen: set[int], twice: set[int], *, keeps_last: bool = False) 
     return derive
 
 
+def marked(rank: int) -> bool:
+    """Save at a signal on two ranks; return whether the folder is marked as incomplete.
+
+    Rank 1 looks while it saves, after all that rank 0 does without it; rank 0 looks at the end of the training.
+    """
+    folder, found = Path("marked-ours", "checkpoint-1"), []
+
+    def is_marked() -> bool:
+        return (folder / "checkpoint-is-incomplete.txt").exists()
+
+    def late(base: Any) -> Any:
+        class Late(base):
+            def training_step(self, *args: Any, **kwargs: Any) -> Any:
+                jit_manager_of(self).is_checkpoint_requested = True
+                return super().training_step(*args, **kwargs)
+
+            def _save_rng_state(self, output_dir: str) -> None:
+                super()._save_rng_state(output_dir)
+                if rank == 1:
+                    with contextlib.suppress(torch.distributed.DistStoreError):
+                        default_store().wait(["rank 0 has saved"], timedelta(seconds=1))
+                    found.append(is_marked())
+
+            def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+                super()._save_checkpoint(*args, **kwargs)
+                default_store().set(f"rank {rank} has saved", "")
+
+        return Late
+
+    make("ours", "marked", base=late, enable_jit_checkpoint=True).train()
+    return found[0] if rank == 1 else is_marked()
+
+
+def jit_manager_of(trainer: Any) -> Any:
+    """Return what saves at a signal."""
+    names = {type(one).__name__: one for one in trainer.callback_handler.callbacks}
+    return names["JITCheckpointCallback"].jit_manager
+
+
 def asked(rank: int, name: str, strategy: Any, at: int, *, inside: bool) -> tuple[Any, ...]:
     """Ask rank 1 (or the only one) for a checkpoint, inside step `at` or after it; return what going on comes to."""
     import transformers
@@ -87,8 +129,7 @@ def asked(rank: int, name: str, strategy: Any, at: int, *, inside: bool) -> tupl
 
     def request() -> None:
         if rank == int(torch.distributed.is_initialized()):
-            names = {type(one).__name__: one for one in trainer.callback_handler.callbacks}
-            names["JITCheckpointCallback"].jit_manager.is_checkpoint_requested = True
+            jit_manager_of(trainer).is_checkpoint_requested = True
 
     settings = {"strategy": strategy, "enable_jit_checkpoint": True}
     whole = make("ours", f"{name}-whole", **settings)

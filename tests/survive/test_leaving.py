@@ -56,8 +56,10 @@ def wakes(rank: int, seed: int) -> set[float]:
         store.set("stops", "")
         os.kill(os.getpid(), signal.SIGSTOP)
         own.fill_(666.0)
-        with pytest.raises(RuntimeError):
-            begun(group, name, whole, own).wait(LONG)
+        begun(group, name, whole, own)
+        while group.is_whole:  # the collective itself may never end: see Note [Closed, and nobody is told]
+            time.sleep(0.01)
+        group.leave()
         store.set("woken", "")
         return set()
     store.wait(["stops"], LONG)

@@ -21,17 +21,24 @@ class JITCheckpointCallback(trainer_jit_checkpoint.JITCheckpointCallback):
 
     on_pre_optimizer_step = on_step_begin
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save if any rank was asked to."""
-        self._agree()
-        super().on_step_end(*args, **kwargs)  # type: ignore[no-untyped-call]  # as above
+        if self._is_asked():
+            control.should_save, control.should_training_stop = False, True
+            self._save(args)
 
-    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Save if any rank was asked to since."""
-        self._agree()
-        super().on_epoch_end(*args, **kwargs)  # type: ignore[no-untyped-call]  # as above
+    on_epoch_end = on_step_end
 
-    def _agree(self) -> None:
-        if self.jit_manager is not None and self.trainer is not None:
-            found = self.trainer.by_rank([int(self.jit_manager.is_checkpoint_requested)])
-            self.jit_manager.is_checkpoint_requested = any(asked for (asked,) in found)
+    def _is_asked(self) -> bool:
+        if self.jit_manager is None or self.trainer is None:
+            return False
+        return any(asked for (asked,) in self.trainer.by_rank([int(self.jit_manager.is_checkpoint_requested)]))
+
+    def _save(self, args: Any) -> None:
+        # The manager marks a folder as incomplete while it saves. Ranks share the folder: if each of them took the
+        # mark away, the first would while others still write, and the next would not find it.
+        if args.should_save:
+            self.jit_manager.execute_jit_checkpoint()
+        else:
+            self.jit_manager.is_checkpoint_requested = False
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)

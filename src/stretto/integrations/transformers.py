@@ -312,6 +312,7 @@ class StrettoTrainer(transformers.Trainer):
         if not self._job.job.compute.lifetime.has_finished:
             self._land()
         super()._save_checkpoint(*args, **kwargs)
+        self._meet()  # so that a checkpoint is whole once any rank goes on
 
     def store_flos(self) -> None:
         """Add up over ranks how much has been computed; all ranks must call."""
