@@ -192,7 +192,11 @@ def expected_of_one_rank_alone() -> list[Tensor]:
 def two_ranks(rank: int) -> dict[str, Any]:
     as_under_torchrun(rank)
     silence()
-    found: dict[str, Any] = {"alone": one_rank_alone(rank), "left out": left_out(rank, 30), "marked": marked(rank)}
+    found: dict[str, Any] = {
+        "alone": one_rank_alone(rank),
+        "left out": left_out(rank, 30),
+        "marked": marked(rank),
+    }
     found["callbacks"] = of_transformers(rank, 12)
     found["one rank asks"] = asked_on_one_rank(rank)
     found["asked"] = {

@@ -19,6 +19,8 @@ OF_OTHERS = {
     "_timeout": ("groups", "as above"),
     "_starting_state_dict": ("echo", "a stream of Hugging Face has no other way back to its beginning"),
     "is_checkpoint_requested": ("integrations", "Trainer's manager of checkpoints just in time"),
+    "should_save": ("integrations", "Trainer's flags, which callbacks set"),
+    "should_training_stop": ("integrations", "as above"),
     "callbacks": ("integrations", "Trainer's list of callbacks"),
     "prepare_model": ("integrations", "a method of Accelerate, which Trainer calls"),
     "prepare_optimizer": ("integrations", "a method of Accelerate, which Trainer calls"),

@@ -23,22 +23,18 @@ class JITCheckpointCallback(trainer_jit_checkpoint.JITCheckpointCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save if any rank was asked to."""
-        if self._is_asked():
-            control.should_save, control.should_training_stop = False, True
-            self._save(args)
-
-    on_epoch_end = on_step_end
-
-    def _is_asked(self) -> bool:
-        if self.jit_manager is None or self.trainer is None:
-            return False
-        return any(asked for (asked,) in self.trainer.by_rank([int(self.jit_manager.is_checkpoint_requested)]))
-
-    def _save(self, args: Any) -> None:
+        manager, trainer = self.jit_manager, self.trainer
+        if manager is None or trainer is None:
+            return
+        if not any(asked for (asked,) in trainer.by_rank([int(manager.is_checkpoint_requested)])):
+            return
+        control.should_save, control.should_training_stop = False, True
         # The manager marks a folder as incomplete while it saves. Ranks share the folder: if each of them took the
         # mark away, the first would while others still write, and the next would not find it.
         if args.should_save:
-            self.jit_manager.execute_jit_checkpoint()
+            manager.execute_jit_checkpoint()  # type: ignore[no-untyped-call]  # as above
         else:
-            self.jit_manager.is_checkpoint_requested = False
-            self.trainer._save_checkpoint(self.trainer.model, trial=None)
+            manager.is_checkpoint_requested = False
+            trainer._save_checkpoint(trainer.model, trial=None)
+
+    on_epoch_end = on_step_end
