@@ -24,7 +24,7 @@ def points(count: int, seed: int) -> TensorDataset:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--run", type=Path, default=Path("runs/four-nodes"))
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/four-nodes"))
     parser.add_argument("--updates", type=int, default=200)
     asked = parser.parse_args()
 
@@ -36,13 +36,13 @@ def main() -> None:
         model, optimizer, stretto.ACCO(), scheduler=scheduler, micro_batches=4, wire="rotated2",
         options=stretto.Options(clip_norm=1.0),
     )  # fmt: skip
-    saved = asked.run / "checkpoints"
+    saved = asked.run_dir / "checkpoints"
     if checkpoint.latest(saved) is not None:
         checkpoint.load(parallel, saved)
     data = points(4096, seed=1)
     inputs, targets = (tensor.to(device) for tensor in points(256, seed=2).tensors)
 
-    with stretto.Recorder(asked.run, parallel) as recorder:
+    with stretto.Recorder(asked.run_dir, parallel) as recorder:
 
         def on_update(update: stretto.Update) -> None:
             recorder(update)
@@ -59,7 +59,7 @@ def main() -> None:
         parallel.finish()
 
     if parallel.rank == 0:
-        torch.save(model.state_dict(), asked.run / "model.pt")
+        torch.save(model.state_dict(), asked.run_dir / "model.pt")
         print(f"{parallel.steps} updates on {parallel.world_size} ranks")
 
 

@@ -1,8 +1,10 @@
 """Every command line that the pages print can be read."""
 
 import re
+import shlex
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from stretto_lab.campaign import CampaignConfig
 from stretto_lab.cli.options import parse_alone, parse_options
@@ -116,3 +118,23 @@ def test_a_command_with_a_path_of_the_repository_says_where_its_reader_has_it_fr
                 if "checkout" not in before and file not in targets and file.parent not in targets:
                     unexplained.append(f"{page.relative_to(ROOT)}: {path}")
     assert unexplained == []
+
+
+BY_TORCHRUN = [
+    shlex.split(line.partition("torchrun ")[2])
+    for page in pages()
+    for block in typed(page)
+    for line in block.replace("\\\n", " ").splitlines()
+    if "torchrun " in line
+]
+OF_EXAMPLES = [
+    ["example.py", name, "1"]
+    for file in sorted((ROOT / "examples").rglob("*.py"))
+    for name in re.findall(r'add_argument\(\s*"(--[\w-]+)"', file.read_text(encoding="utf-8"))
+]
+
+
+@pytest.mark.parametrize("words", BY_TORCHRUN + OF_EXAMPLES, ids=" ".join)
+def test_torchrun_leaves_a_script_its_options(words: list[str]) -> None:
+    """It refuses those with which two or more of its own begin, also after the script's name."""
+    assert get_args_parser().parse_args(words).training_script_args is not None

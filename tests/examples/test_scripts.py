@@ -101,10 +101,10 @@ def test_the_recipe_learns_on_two_workers_with_options_of_its_own() -> None:
 
 
 def test_a_run_on_nodes_goes_on_on_other_ranks() -> None:
-    assert printed_by_ranks("four_nodes.py", 2, "--run", "gpt", "--updates", "10") == [
+    assert printed_by_ranks("four_nodes.py", 2, "--run-dir", "gpt", "--updates", "10") == [
         "10 updates on 2 ranks"
     ]
-    assert printed_by_ranks("four_nodes.py", 3, "--run", "gpt", "--updates", "20") == [
+    assert printed_by_ranks("four_nodes.py", 3, "--run-dir", "gpt", "--updates", "20") == [
         "20 updates on 3 ranks"
     ]
     assert [row["step"] for row in read_json_lines(Path("gpt/updates.jsonl"))] == list(range(1, 21))

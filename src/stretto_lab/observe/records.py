@@ -1,6 +1,6 @@
 """Who is told of a run, and the files that are written of it.
 
-A run that continues from a checkpoint drops the records behind it and makes them again, so that the files read as if
+A run that continues from a checkpoint drops the records after it and makes them again, so that the files read as if
 nothing had happened.
 """
 

@@ -73,7 +73,7 @@ def print_comparison(runs: Sequence[Run]) -> None:
     used = [index for index in range(len(headings)) if any(row[index] not in ("", "-") for row in rows)]
     print_table(
         "comparison",
-        f"Medians{_in_units(runs)}. With 1/2 behind it, a number is of one run out of two.\n"
+        f"Medians{_in_units(runs)}. With 1/2 after it, a number is of one run out of two.\n"
         "exposed: share of the time that waited for communication",
         [headings[index] for index in used],
         ([row[index] for index in used] for row in rows),
