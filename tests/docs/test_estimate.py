@@ -1,8 +1,9 @@
 """The README's table of real jobs is what `stretto estimate` says, and the table of wires what it rests on."""
 
-from stretto.exchange import WIRES, PackedWire
+from stretto import ACCO, ZeRO1
+from stretto.exchange import WIRES
 from stretto_lab.estimate import EstimateConfig, estimate
-from stretto_lab.estimate.times import ELEMENT_BYTES
+from stretto_lab.estimate.times import ELEMENT_BYTES, kept_by_wire
 from stretto_lab.evidence import OF_WIRES
 from tests.docs.pages import DOCS, README, table
 
@@ -37,10 +38,10 @@ def test_the_table_of_wires_has_all_of_them_with_their_bits_what_they_keep_and_w
     }
     assert rows.keys() == WIRES.keys()
     for name, row in rows.items():
-        wire, place = WIRES[name], row["wire"].split(", ").index(f"`{name}`")
+        place = row["wire"].split(", ").index(f"`{name}`")
         assert float(row["bits of a value"].split(", ")[place]) == 8 * ELEMENT_BYTES[name]
-        anchor = 4 if isinstance(wire, PackedWire) else 0
-        assert int(row["held besides, bytes per parameter"]) == anchor + (0 if wire.is_unbiased else anchor)
+        kept = [kept_by_wire(strategy, name)[0] for strategy in (ZeRO1(), ACCO())]
+        assert row["kept, bytes per parameter: `zero1`, `acco`"] == ", ".join(map(str, kept))
         if name in OF_WIRES:
             nats = OF_WIRES[name].nats
             assert row["costs in loss, here"] == (f"{nats:.2f} nats" if nats else "nothing")

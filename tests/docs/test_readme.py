@@ -122,4 +122,4 @@ def test_the_answers_of_the_first_minute_are_what_estimate_says() -> None:
     assert rows[0].strategy == "zero1"
     held = [row.time.memory_bytes / config.work.parameters for row in rows]
     assert f"Memory: {min(held):.0f} to {max(held):.0f} bytes per parameter on four ranks" in text
-    assert f"{choice.nats:.3f} nats for `{choice.strategy}`" in text
+    assert f"{choice.nats:.3f} nats per byte for `{choice.strategy}`" in text

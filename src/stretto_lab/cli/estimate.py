@@ -38,7 +38,7 @@ def print_estimate(words: Sequence[str]) -> None:
             "byte, what each has cost a small GPT, averages on the next larger of 2, 8 and 32 ranks; it may differ for "
             "you. "
             "Sent: by a rank per update. Waits: the share of an update that waits for the link. Memory is without "
-            "activations and what a packed wire keeps. "
+            "activations. "
             "Nothing was measured here: `stretto plan` does that."
         )
     )

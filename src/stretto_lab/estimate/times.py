@@ -35,6 +35,8 @@ ELEMENT_BYTES: Mapping[str, float] = MappingProxyType(
     }
 )
 """By wire: bytes of one gradient with its share of the block's scale; a test holds them to `stretto.exchange.WIRES`."""
+_PLAIN, _KEEPING = ("fp32", "bf16"), ("int8", "int4", "int2")
+"""Wires that send values, and those of the others that keep what rounding loses."""
 _BACKWARD = 2 / 3
 """Of a micro-batch: a backward pass costs about twice its forward pass."""
 
@@ -70,7 +72,8 @@ class Time:
     sent_bytes: float
     """By each rank, per update."""
     memory_bytes: float
-    """Of each rank: an fp32 model, gradients, masters and an optimizer with two moments; no activations."""
+    """Of each rank: an fp32 model, gradients, masters, an optimizer with two moments, and what the wire keeps; no
+    activations."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ class Bill:
     bytes_each: float
     """Sent per parameter, before the factor (N - 1) / N of N ranks."""
     whole: float
-    """Bytes held per parameter by every rank: an fp32 model, gradients, masters and an optimizer with two moments."""
+    """Bytes held per parameter by every rank: of those of `Time.memory_bytes`."""
     shared: float
     """Bytes held per parameter by all ranks together."""
     parts: Sequence[Part]
@@ -114,10 +117,11 @@ def bill_of(strategy: Strategy, wire: str, micro_batches: int) -> Bill:
     alone, two = (
         ledger.memory_bytes(strategy, parameter=4, accumulation=4, world_size=ranks) for ranks in (1, 2)
     )
+    kept, kept_together = kept_by_wire(strategy, wire)
     return Bill(
         bytes_each=ledger.wire_bytes(element, max(element, 2.0)),
-        whole=2 * two - alone,
-        shared=2 * (alone - two),
+        whole=2 * two - alone + kept,
+        shared=2 * (alone - two) + kept_together,
         parts=_parts(strategy, ledger, micro_batches),
     )
 
@@ -140,6 +144,20 @@ def time_of(work: Work, strategy: Strategy, wire: str) -> Time:
         sent_bytes=sent,
         memory_bytes=held_bytes(work.parameters, work.ranks, bill.whole, bill.shared),
     )
+
+
+def kept_by_wire(strategy: Strategy, wire: str) -> tuple[float, float]:
+    """Return what a wire keeps of an fp32 model: bytes per parameter of every rank, and of all ranks together."""
+    ledger, is_packed, keeps = ledger_of(strategy), wire not in _PLAIN, wire in _KEEPING
+    if ledger.fragments:  # the owner's values, of which the anchor shows what was sent, and rounding errors
+        return 4 * keeps, 4 * is_packed
+    steps_alone = ledger.local
+    leaves_early = ledger.rounds == 1 and not (strategy.overlaps or steps_alone or ledger.asks_ahead)
+    last_average = 4 * (ledger.may_average and wire != "fp32")
+    errors = 0 if steps_alone else 4 * keeps
+    sent = 4 * (keeps and leaves_early)  # a gradient is still added to while it is sent with its errors
+    anchor = 0 if steps_alone or ledger.replicated else 4 * is_packed
+    return last_average + errors + sent + anchor, 0
 
 
 def _parts(strategy: Strategy, ledger: Ledger, micro_batches: int) -> list[Part]:

@@ -17,6 +17,7 @@ from stretto.engine import Clock, Options
 from stretto.errors import ConfigError
 from stretto.strategies import Strategy
 from stretto.strategies.ledger import Ledger, ledger_of
+from stretto_lab.estimate.times import kept_by_wire
 from stretto_lab.plan.measure import Machine
 from stretto_lab.plan.twin import RANKS, Passed, Twin
 from stretto_lab.train.arms import Arm
@@ -52,7 +53,7 @@ class Price:
     sent_bytes: float
     """To other ranks, those of its node among them."""
     memory_bytes: float
-    """Parameters, gradients, masters and an optimizer with two moments."""
+    """Parameters, gradients, masters, an optimizer with two moments, and what the wire keeps."""
     micro_batches: float
     """Per update and rank; by the clock a mean over ranks and updates."""
 
@@ -109,13 +110,14 @@ def _priced(arm: Arm, machine: Machine, bucket_bytes: int, quota: int | Clock, m
     first, last, counted = of_ranks[0][_WARM_UP - 1], of_ranks[0][-1], updates - _WARM_UP
     crossed = (last.crossed_bytes - first.crossed_bytes) / counted
     others = (last.sent_bytes - first.sent_bytes) / counted - crossed
+    owners, (kept, kept_together) = _owners(ledger, machine), kept_by_wire(strategy, arm.wire)
+    held = ledger.memory_bytes(strategy, parameter=4, accumulation=4, world_size=owners)
     return Price(
         arm=arm.text,
         seconds=(last.seconds - first.seconds) / counted,
         exposed_seconds=twin.mean([_mean_exposed(passed[_WARM_UP:]) for passed in of_ranks]),
         sent_bytes=others / twin.scale_inside + crossed / twin.scale_across,
-        memory_bytes=machine.parameters
-        * ledger.memory_bytes(strategy, parameter=4, accumulation=4, world_size=_owners(ledger, machine)),
+        memory_bytes=machine.parameters * (held + kept + kept_together / owners),
         micro_batches=quota if isinstance(quota, int) else _mean_count(twin, of_ranks[0][_WARM_UP:]),
     )
 

@@ -1,0 +1,55 @@
+"""What a wire keeps, measured on two ranks."""
+
+import pytest
+import torch
+from torch import nn
+
+from stretto import ACCO, DDP, Average, DataParallel, DiLoCo, LocalSGD, Options, PAFTSync, WeightPrediction, ZeRO1
+from stretto.strategies import Strategy
+from stretto_lab.estimate.times import kept_by_wire
+from tests.processes import run_ranks
+from tests.sharded.test_page import held_bytes
+
+RANKS, WIDTH, LAYERS, UPDATES = 2, 256, 6, 4
+STRATEGIES: tuple[Strategy, ...] = (
+    ZeRO1(),
+    DDP(),
+    ACCO(),
+    WeightPrediction(),
+    PAFTSync(interval=2),
+    LocalSGD(rate=0.5),
+    DiLoCo(interval=2, delay=1),
+    Average(every=2),
+)
+WIRES = ("fp32", "bf16", "int4", "rotated2")
+
+
+def held_by(strategy: Strategy, wire: str) -> float:
+    """Bytes per parameter that a rank of a job holds between updates."""
+    before = held_bytes()
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    options = Options(bucket_bytes=2**14)
+    parallel = DataParallel(
+        model, torch.optim.AdamW(model.parameters()), strategy, micro_batches=2, options=options, wire=wire
+    )
+    for _ in range(2 * UPDATES):
+        parallel.backward(model(torch.ones(1, WIDTH)).square().mean())
+    parallel.commit()
+    parallel.job.replica.wait_for_transfers()
+    held = min(held_bytes() for _ in range(3)) - before  # the other lane may just be dropping what has arrived
+    parallel.finish()
+    return held / (LAYERS * WIDTH**2)
+
+
+def measured(rank: int) -> list[list[float]]:
+    """Of every strategy: bytes per parameter on each wire."""
+    held_by(ZeRO1(), "fp32")  # what the process keeps once of its first optimizer of a kind
+    return [[held_by(strategy, wire) for wire in WIRES] for strategy in STRATEGIES]
+
+
+def test_a_wire_keeps_what_the_estimate_counts() -> None:
+    """Scratch for the buckets on their way comes on top, on all wires; what wires keep are multiples of 2 bytes."""
+    for strategy, (plain, *held) in zip(STRATEGIES, run_ranks(RANKS, measured)[0], strict=True):
+        for wire, found in zip(WIRES[1:], held, strict=True):
+            each, together = kept_by_wire(strategy, wire)
+            assert found - plain == pytest.approx(each + together / RANKS, abs=0.9), (strategy, wire)
