@@ -4,7 +4,18 @@ import pytest
 import torch
 from torch import nn
 
-from stretto import ACCO, DDP, Average, DataParallel, DiLoCo, LocalSGD, Options, PAFTSync, WeightPrediction, ZeRO1
+from stretto import (
+    ACCO,
+    DDP,
+    Average,
+    DataParallel,
+    DiLoCo,
+    LocalSGD,
+    Options,
+    PAFTSync,
+    WeightPrediction,
+    ZeRO1,
+)
 from stretto.strategies import Strategy
 from stretto_lab.estimate.times import kept_by_wire
 from tests.processes import run_ranks
@@ -36,7 +47,9 @@ def held_by(strategy: Strategy, wire: str) -> float:
         parallel.backward(model(torch.ones(1, WIDTH)).square().mean())
     parallel.commit()
     parallel.job.replica.wait_for_transfers()
-    held = min(held_bytes() for _ in range(3)) - before  # the other lane may just be dropping what has arrived
+    held = (
+        min(held_bytes() for _ in range(3)) - before
+    )  # the other lane may just be dropping what has arrived
     parallel.finish()
     return held / (LAYERS * WIDTH**2)
 

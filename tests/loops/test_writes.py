@@ -236,7 +236,7 @@ def test_hooks_see_what_a_round_has_accumulated_of_each_gradient() -> None:
     assert seen == pytest.approx(expected, rel=1e-5)  # of sums in fp32
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # deprecated by one class of warning or another
 @EVERY
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "a part"])
 def test_scripted_models_train_like_others(strategy: Strategy, whole: bool) -> None:
