@@ -101,7 +101,7 @@ def main() -> None:
     kernels = importlib.import_module("stretto.exchange.kernels")
     found = {f"{type(wire).__name__} {wire.name}": compare(wire, kernels, device) for wire in FUSED}
     found["norms"] = norms_differ(kernels, device)
-    raise SystemExit("\n".join(f"{name}: {wrong[:5]}" for name, wrong in found.items() if wrong))
+    raise SystemExit("\n".join(f"{name}: {wrong[:5]}" for name, wrong in found.items() if wrong) or 0)
 
 
 if __name__ == "__main__":
