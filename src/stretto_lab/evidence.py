@@ -44,7 +44,7 @@ OF_WIRES: Mapping[str, Evidence] = MappingProxyType(
 AVERAGES: Mapping[str, tuple[Average, Mapping[int, float]]] = MappingProxyType(
     {
         "average:2": (Average(2), MappingProxyType({2: 0.038})),
-        "average:4": (Average(4), MappingProxyType({2: 0.047, 8: 0.153, 32: 0.402})),
+        "average:4": (Average(4), MappingProxyType({2: 0.046, 8: 0.153, 32: 0.402})),
         "average:10": (Average(10), MappingProxyType({2: 0.086, 8: 0.221})),
         "average:30:fragments=10": (Average(30, 10), MappingProxyType({2: 0.124, 8: 0.348, 32: 0.718})),
     }
