@@ -168,9 +168,11 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
     last = rankings[-1]
     machine, choice = last.machine, last.choice
     print(
-        f"\nmicro-batch {_micro_batches_of(machine)} ms, optimizer {1000 * machine.step_seconds:.1f} ms, "
-        f"loader {1000 * machine.load_seconds:.1f} ms,\nlink {_rate(machine.link)}, {machine.parameters:,} parameters, "
-        f"{_ranks_of(machine)},\n{last.micro_batches} micro-batches per rank and update"
+        fold(
+            f"\nmicro-batch {_micro_batches_of(machine)} ms, optimizer {1000 * machine.step_seconds:.1f} ms, loader "
+            f"{1000 * machine.load_seconds:.1f} ms, link {_rate(machine.link)}, {machine.parameters:,} parameters, "
+            f"{_ranks_of(machine)}, {last.micro_batches} micro-batches per rank and update"
+        )
     )
     if machine.shards > 1:
         text = (
@@ -193,7 +195,7 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
     print(
         fold(
             "waits: share of an update that waits for others. MB sent: by a rank per update. MB held: by a rank, for "
-            "model, gradients and optimizer. Reasons in nats: of held-out loss, per byte, of a small GPT."
+            "model, gradients, optimizer and what the wire keeps. Reasons in nats: of held-out loss, per byte, of a small GPT."
         )
     )
     if any(_has_clock(one.arm) for one in last.prices):
