@@ -195,7 +195,8 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
     print(
         fold(
             "waits: share of an update that waits for others. MB sent: by a rank per update. MB held: by a rank, for "
-            "model, gradients, optimizer and what the wire keeps. Reasons in nats: of held-out loss, per byte, of a small GPT."
+            "model, gradients, optimizer and what the wire keeps. Reasons in nats: of held-out loss, per byte, of a "
+            "small GPT."
         )
     )
     if any(_has_clock(one.arm) for one in last.prices):
