@@ -1,5 +1,6 @@
 """Every command line that the pages print can be read."""
 
+import dataclasses
 import re
 import shlex
 
@@ -133,8 +134,14 @@ OF_EXAMPLES = [
     for name in re.findall(r'add_argument\(\s*"(--[\w-]+)"', file.read_text(encoding="utf-8"))
 ]
 
+OF_TRAIN = [
+    ["-m", "stretto", "train", f"--{one.name.replace('_', '-')}", "1"]
+    for one in dataclasses.fields(RunConfig)
+]
 
-@pytest.mark.parametrize("words", BY_TORCHRUN + OF_EXAMPLES, ids=" ".join)
+
+@pytest.mark.parametrize("words", BY_TORCHRUN + OF_EXAMPLES + OF_TRAIN, ids=" ".join)
 def test_torchrun_leaves_a_script_its_options(words: list[str]) -> None:
     """It refuses those with which two or more of its own begin, also after the script's name."""
-    assert get_args_parser().parse_args(words).training_script_args is not None
+    read = get_args_parser().parse_args(words)
+    assert read.training_script_args == words[words.index(read.training_script) + 1 :]

@@ -40,7 +40,7 @@ def test_the_table_of_wires_has_all_of_them_with_their_bits_what_they_keep_and_w
     for name, row in rows.items():
         place = row["wire"].split(", ").index(f"`{name}`")
         assert float(row["bits of a value"].split(", ")[place]) == 8 * ELEMENT_BYTES[name]
-        kept = [kept_by_wire(strategy, name)[0] for strategy in (ZeRO1(), ACCO())]
+        kept = [kept_by_wire(strategy, name, 4) for strategy in (ZeRO1(), ACCO())]
         assert row["kept, bytes per parameter: `zero1`, `acco`"] == ", ".join(map(str, kept))
         if name in OF_WIRES:
             nats = OF_WIRES[name].nats

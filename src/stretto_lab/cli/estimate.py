@@ -36,10 +36,8 @@ def print_estimate(words: Sequence[str]) -> None:
         + fold(
             f"{base.seconds / choice.time.seconds:.2f} times as fast as zero1 on fp32. Nats: of held-out loss, per "
             "byte, what each has cost a small GPT, averages on the next larger of 2, 8 and 32 ranks; it may differ for "
-            "you. "
-            "Sent: by a rank per update. Waits: the share of an update that waits for the link. Memory is without "
-            "activations. "
-            "Nothing was measured here: `stretto plan` does that."
+            "you. Sent: by a rank per update. Waits: the share of an update that waits for the link. Memory is without "
+            "activations. Nothing was measured here: `stretto plan` does that."
         )
     )
 

@@ -97,9 +97,9 @@ class Bill:
     bytes_each: float
     """Sent per parameter, before the factor (N - 1) / N of N ranks."""
     whole: float
-    """Bytes held per parameter by every rank: of those of `Time.memory_bytes`."""
+    """Bytes per parameter that every rank holds, of what `Time.memory_bytes` counts."""
     shared: float
-    """Bytes held per parameter by all ranks together."""
+    """Bytes per parameter that all ranks hold together, of the same."""
     parts: Sequence[Part]
     """Of the communication."""
 
@@ -114,14 +114,11 @@ def bill_of(strategy: Strategy, wire: str, micro_batches: int) -> Bill:
     if ledger.rounds > micro_batches:
         raise ConfigError(f"micro_batches={micro_batches}: {strategy.name} needs at least {ledger.rounds}")
     element = ELEMENT_BYTES[wire]
-    alone, two = (
-        ledger.memory_bytes(strategy, parameter=4, accumulation=4, world_size=ranks) for ranks in (1, 2)
-    )
-    kept, kept_together = kept_by_wire(strategy, wire)
+    alone, two = (bytes_held(strategy, wire, ranks) for ranks in (1, 2))
     return Bill(
         bytes_each=ledger.wire_bytes(element, max(element, 2.0)),
-        whole=2 * two - alone + kept,
-        shared=2 * (alone - two) + kept_together,
+        whole=2 * two - alone,
+        shared=2 * (alone - two),
         parts=_parts(strategy, ledger, micro_batches),
     )
 
@@ -146,18 +143,24 @@ def time_of(work: Work, strategy: Strategy, wire: str) -> Time:
     )
 
 
-def kept_by_wire(strategy: Strategy, wire: str) -> tuple[float, float]:
-    """Return what a wire keeps of an fp32 model: bytes per parameter of every rank, and of all ranks together."""
+def bytes_held(strategy: Strategy, wire: str, ranks: int) -> float:
+    """Return bytes per parameter of what `Time.memory_bytes` counts, where `ranks` share the optimizer."""
+    held = ledger_of(strategy).memory_bytes(strategy, parameter=4, accumulation=4, world_size=ranks)
+    return held + kept_by_wire(strategy, wire, ranks)
+
+
+def kept_by_wire(strategy: Strategy, wire: str, ranks: int) -> float:
+    """Return bytes per parameter that a wire keeps on a rank: of an fp32 model, with fixed counts of micro-batches."""
     ledger, is_packed, keeps = ledger_of(strategy), wire not in _PLAIN, wire in _KEEPING
-    if ledger.fragments:  # the owner's values, of which the anchor shows what was sent, and rounding errors
-        return 4 * keeps, 4 * is_packed
+    if ledger.fragments:  # rounding errors, and the owner's values, of which the anchor has what was sent
+        return 4 * keeps + 4 * is_packed / ranks
     steps_alone = ledger.local
     leaves_early = ledger.rounds == 1 and not (strategy.overlaps or steps_alone or ledger.asks_ahead)
     last_average = 4 * (ledger.may_average and wire != "fp32")
     errors = 0 if steps_alone else 4 * keeps
     sent = 4 * (keeps and leaves_early)  # a gradient is still added to while it is sent with its errors
     anchor = 0 if steps_alone or ledger.replicated else 4 * is_packed
-    return last_average + errors + sent + anchor, 0
+    return last_average + errors + sent + anchor
 
 
 def _parts(strategy: Strategy, ledger: Ledger, micro_batches: int) -> list[Part]:

@@ -17,7 +17,7 @@ from stretto.engine import Clock, Options
 from stretto.errors import ConfigError
 from stretto.strategies import Strategy
 from stretto.strategies.ledger import Ledger, ledger_of
-from stretto_lab.estimate.times import kept_by_wire
+from stretto_lab.estimate.times import bytes_held
 from stretto_lab.plan.measure import Machine
 from stretto_lab.plan.twin import RANKS, Passed, Twin
 from stretto_lab.train.arms import Arm
@@ -110,14 +110,12 @@ def _priced(arm: Arm, machine: Machine, bucket_bytes: int, quota: int | Clock, m
     first, last, counted = of_ranks[0][_WARM_UP - 1], of_ranks[0][-1], updates - _WARM_UP
     crossed = (last.crossed_bytes - first.crossed_bytes) / counted
     others = (last.sent_bytes - first.sent_bytes) / counted - crossed
-    owners, (kept, kept_together) = _owners(ledger, machine), kept_by_wire(strategy, arm.wire)
-    held = ledger.memory_bytes(strategy, parameter=4, accumulation=4, world_size=owners)
     return Price(
         arm=arm.text,
         seconds=(last.seconds - first.seconds) / counted,
         exposed_seconds=twin.mean([_mean_exposed(passed[_WARM_UP:]) for passed in of_ranks]),
         sent_bytes=others / twin.scale_inside + crossed / twin.scale_across,
-        memory_bytes=machine.parameters * (held + kept + kept_together / owners),
+        memory_bytes=machine.parameters * bytes_held(strategy, arm.wire, _owners(ledger, machine)),
         micro_batches=quota if isinstance(quota, int) else _mean_count(twin, of_ranks[0][_WARM_UP:]),
     )
 
