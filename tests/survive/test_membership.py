@@ -8,16 +8,20 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from stretto import DataParallel
 from stretto.errors import LeftOut, PeerSilent
 from stretto.groups import announce_death
-from stretto.survive.membership import Ended, Membership
-from stretto.survive.terms import updates_between
-from tests.processes import Command
+from stretto.survive.membership import Ended, Membership, signs_of
+from stretto.survive.terms import Term, survives, updates_between
+from tests.errors.tiny import tiny_model
+from tests.processes import Command, run_ranks
 
 SILENT_SECONDS = 1.0
 LATE_SECONDS = 3 * SILENT_SECONDS
@@ -218,6 +222,59 @@ def test_where_all_members_are_dead_nobody_waits_to_come_in() -> None:
                 LeftOut, match=r"seat [23]: the job ended before this process could come in: no member"
             ):
                 member.enter()
+
+
+class Comes(Membership):
+    """A process that waits to come in, for which a second is a minute; whom it waits for gives signs for a while."""
+
+    def __init__(self, store: dist.Store, signs_end_after: float) -> None:
+        super().__init__(store, 1, 2, SILENT_SECONDS)
+        self._signs, self._began, self._lasts = signs_of(store, 0, [0, 1]), self._now(), signs_end_after
+
+    @property
+    def waited(self) -> float:
+        return self._now() - self._began
+
+    def _now(self) -> float:
+        return 60 * time.monotonic()
+
+    def _pause(self) -> None:
+        if self.waited < self._lasts:
+            self._signs.set("beat/0", str(self.waited))
+        super()._pause()
+
+
+def test_where_no_member_gives_signs_any_longer_nobody_waits_to_come_in() -> None:
+    """One is dead, as the process that comes in its place says; of the other one nobody has said it."""
+    for signs_end_after in (1.0, 90.0):
+        store = dist.PrefixStore("job", dist.HashStore())
+        on_threads(lambda member: member.enter(), [Membership(store, rank, 2, 0.2) for rank in range(2)])
+        come = Comes(store, signs_end_after)
+        with pytest.raises(LeftOut, match="the job ended before this process could come in: no member"):
+            come.enter()
+        assert come.waited > signs_end_after + 2 * SILENT_SECONDS
+
+
+def survives_until_signs_are_read(rank: int) -> bool:
+    store = dist.distributed_c10d._get_default_store()
+
+    def train(term: Term) -> bool:
+        model = tiny_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        parallel = DataParallel(model, optimizer, group=term.group)
+        term.go_on(parallel)
+        with parallel:
+            parallel.backward(model(torch.ones(2, 4)).square().mean())
+            signs = signs_of(dist.PrefixStore("survive", store.clone()), term.number, term.seats)
+            signs.wait([f"beat/{other}" for other in range(2)], timedelta(seconds=30))
+            parallel.finish()
+        return True
+
+    return survives(train, store=store, rank=rank, ranks=2)
+
+
+def test_signs_of_a_term_are_where_its_job_gives_them() -> None:
+    assert run_ranks(2, survives_until_signs_are_read) == [True, True]
 
 
 def test_one_in_whose_place_another_has_come_is_left_out() -> None:

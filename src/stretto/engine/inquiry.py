@@ -27,6 +27,8 @@ from stretto.groups import Connection
 
 ANSWER_SECONDS = 2.5
 """Seconds to wait for the answers to an alarm: two looks of a waiting rank, two of its watcher, and a margin."""
+_WORD_SECONDS = 1.0
+"""Seconds to wait for the word of a single rank whose connection has closed: whoever ends by itself says so first."""
 _POLL_SECONDS = 0.05
 """Seconds between two counts of the answers."""
 
@@ -71,12 +73,13 @@ class Inquiry:
             raise PeerFailed(f"{self._prefix}this rank has ended the job")
         if (known := self._known()) is not None:
             raise known
-        closed, before = closed_ranks(self._watcher, self._connections), self._closed
-        if closed and not before:
-            self._watcher.watch(closed)  # they may have ended the job in their own way
-            self._watcher.look(ANSWER_SECONDS)
-        elif closed:
-            raise self._found(PeerFailed, _died(closed, "a descriptor of Gloo's is closed"), closed)
+        closed = closed_ranks(self._watcher, self._connections)
+        # What closes later may have ended because of those.
+        if dead := [rank for rank in self._closed if rank in closed]:
+            raise self._found(PeerFailed, _died(dead, "a descriptor of Gloo's is closed"), dead)
+        if closed:
+            self._watcher.watch(closed)  # they may have ended the job in their own way, and have said so
+            self._watcher.look(_WORD_SECONDS if len(closed) == 1 else ANSWER_SECONDS)
         self._closed = closed
         self._look_at_store()
         alarms = self._watcher.heard("alarm").values()
@@ -118,8 +121,8 @@ class Inquiry:
             if (known := self._known()) is not None:
                 return known
             closed = closed_ranks(watcher, self._connections)
-            if closed and closed == self._closed:
-                return self._found(PeerFailed, _died(closed, reason), closed)
+            if dead := [rank for rank in self._closed if rank in closed]:
+                return self._found(PeerFailed, _died(dead, reason), dead)
             self._closed = closed
             watcher.watch(closed)
             answers = watcher.heard("alarm")

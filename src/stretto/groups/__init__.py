@@ -14,7 +14,7 @@ from stretto.groups.launcher import (
     own_rank,
     told_place,
 )
-from stretto.groups.leavable import Leavable, LeavableGroup
+from stretto.groups.leavable import MEET_SECONDS, Leavable, LeavableGroup, part_store
 from stretto.groups.private import connections_of, part_of, private_group, ranks_of, release, retire
 from stretto.groups.staged import StagedGroup
 from stretto.groups.throttled import ThrottledGroup, ThrottledLeavable, register_throttled
@@ -22,6 +22,7 @@ from stretto.groups.wrapped import may_wait_again, orders_streams
 from stretto.link import Link
 
 __all__ = [
+    "MEET_SECONDS",
     "Connection",
     "Leavable",
     "LeavableGroup",
@@ -45,6 +46,7 @@ __all__ = [
     "orders_streams",
     "own_rank",
     "part_of",
+    "part_store",
     "private_group",
     "ranks_of",
     "register_throttled",

@@ -16,12 +16,14 @@ from datetime import timedelta
 from typing import cast
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import GroupName
 
 from stretto.errors import CommunicationError, ConfigError
 from stretto.fields import shown
 from stretto.groups.collective_group import SoloGroup
 from stretto.groups.connections import Connection, connections
+from stretto.groups.meeting import Meeting
 from stretto.groups.wrapped import WrappedGroup
 
 
@@ -192,9 +194,14 @@ def _over(ranks: Sequence[int], backend: str, timeout_seconds: float) -> dist.Pr
     _check(ranks, dist.get_world_size(), rank)
     ranks = sorted(ranks)
     _release_retired(ranks)
-    timeout = timedelta(seconds=timeout_seconds)
+    name, timeout = _next_name(ranks, rank), timedelta(seconds=timeout_seconds)
+    store = PrefixStore(f"meeting/{name}", dist.distributed_c10d._get_default_store())
+    meeting = Meeting(store, ranks.index(rank), ranks, timeout_seconds, connections())
     try:
-        return opened_by(lambda: _named_group(_next_name(ranks, rank), ranks, rank, backend, timeout))
+        meeting.wait()
+        return opened_by(lambda: meeting.connect(lambda: _named_group(name, ranks, rank, backend, timeout)))
+    except CommunicationError:
+        raise
     except RuntimeError as error:
         raise CommunicationError(
             f"rank {rank}: no group over ranks {ranks} ({str(error).splitlines()[0]}): one of them has died or did not "

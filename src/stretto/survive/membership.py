@@ -22,12 +22,14 @@ Note [Who is gone]
     written: by its supervisor, or by the process that has come in its place. If another member has found its connection
     closed, it is gone unless it gives signs of life in the job that ends, as every rank does twice a second until its
     own part has ended. Otherwise it is gone after `silent_seconds` without a sign. So a rank that is late is waited
-    for, and one that sleeps is not. Where all members of a term are dead, nobody waits to come in any longer.
+    for, and one that sleeps is not. Where all members of a term are dead, nobody waits to come in any longer. So it is
+    where none of them has given a sign of life for longer than a new term takes to be agreed and to begin.
 """
 
 import contextlib
 import dataclasses
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +39,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from stretto.engine.watcher import last_sign
 from stretto.errors import CommunicationError, LeftOut, PeerFailed, PeerSilent
-from stretto.groups import Leavable, LeavableGroup, announce_death, deaths
+from stretto.groups import MEET_SECONDS, Leavable, LeavableGroup, announce_death, deaths, part_store
 
 T = TypeVar("T")
 
@@ -46,6 +48,8 @@ START_SECONDS = 600.0
 _CLOSED_SECONDS = 1.5
 """After which a member whose connection is closed is gone: three of its signs of life have not come."""
 _POLL_SECONDS = 0.01
+_LOOK_SECONDS = 1.0
+"""Between two looks of a process that waits to come in at all members' signs of life."""
 _BOUND_SECONDS = 5.0
 """Beyond `silent_seconds`, how long the store may take for one answer."""
 
@@ -230,12 +234,21 @@ class Membership:
 
     def _wait_to_come_in(self) -> tuple[int, Sequence[int]]:
         self._store.append("waiting", f"{self.seat}\n")  # type: ignore[attr-defined]  # missing in torch's stub
+        known, members, looked_at = None, None, -math.inf
         while True:
             latest = self._read("latest")
             seats = range(self._ranks) if latest is None else self._read(f"{latest}/list")
             if self.seat in seats:
                 return latest, seats
-            if deaths(self._job).keys() >= set(seats):  # also where there are none
+            died = deaths(self._job)
+            is_over = died.keys() >= set(seats)  # also where there are none
+            if members is None or latest != known:
+                signs = None if latest is None else signs_of(self._job, latest, seats)
+                known, members = latest, _Missing(Ended(latest or 0, seats, signs), 0.0, self._now)
+            if self._now() - looked_at > _LOOK_SECONDS:
+                looked_at = self._now()
+                is_over = is_over or members.have_vanished(died, 2 * self._silent_seconds + MEET_SECONDS)
+            if is_over:
                 raise LeftOut(
                     f"seat {self.seat}: the job ended before this process could come in: no member is left; if its "
                     "work is not done, start it again from its last checkpoint"
@@ -301,6 +314,11 @@ class Membership:
         time.sleep(_POLL_SECONDS)
 
 
+def signs_of(job: Store, number: int, seats: Sequence[int]) -> Store:
+    """Return where the members of a term give their signs of life, under their ranks, once their job has begun."""
+    return PrefixStore("stretto", part_store(PrefixStore(f"term/{number}", job), range(len(seats)), 0))
+
+
 class _Missing:
     """Members that have said nothing yet; see Note [Who is gone]."""
 
@@ -320,6 +338,12 @@ class _Missing:
         blamed = {seat for _, *seats in said.values() for seat in seats}
         missing = [seat for seat in self._ended.seats if seat not in said and seat not in died]
         return all([self._silence(seat) >= self._limit(seat in blamed) for seat in missing])
+
+    def have_vanished(self, died: Mapping[int, str], patience: float) -> bool:
+        """Return whether none of the members gives signs of life; one that has begun no job yet may take long."""
+        missing = [seat for seat in self._ended.seats if seat not in died]
+        silences = [(self._silence(seat), self._signs[seat][0]) for seat in missing]
+        return all(silence >= (START_SECONDS if sign is None else patience) for silence, sign in silences)
 
     def _limit(self, is_blamed: bool) -> float:
         return _CLOSED_SECONDS if is_blamed else self._patience
