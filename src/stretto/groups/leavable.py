@@ -152,7 +152,7 @@ class LeavableGroup(WrappedGroup):
 
 
 def part_store(store: Store, members: Sequence[int], number: int) -> Store:
-    """Return the store of a group that was made of one with `store`, as its so-manyeth, from 0."""
+    """Return the store of the group that was made as number `number`, from 0, of one that has `store`."""
     over = hashlib.blake2b(repr(list(members)).encode(), digest_size=8).hexdigest()
     return PrefixStore(f"{over}.{number}", store)
 
