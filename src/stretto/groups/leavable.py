@@ -14,7 +14,7 @@ import hashlib
 import os
 import socket
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
@@ -27,7 +27,6 @@ from stretto.errors import CommunicationError
 from stretto.groups.collective_group import CollectiveGroup
 from stretto.groups.collectives import Call, method_of
 from stretto.groups.connections import Connection
-from stretto.groups.meeting import Meeting
 from stretto.groups.private import connections_of, opened_by
 from stretto.groups.wrapped import WrappedGroup, gloo_group
 
@@ -71,10 +70,8 @@ class LeavableGroup(WrappedGroup):
         rank: Of this process in the list.
         timeout_seconds: After which a collective fails.
         address: Of this machine, where Gloo listens; None lets Gloo choose.
-        watched: Connections to its ranks, which tell that one of them dies meanwhile.
 
     Raises:
-        PeerFailed: One of them has died meanwhile.
         CommunicationError: Not all came within `MEET_SECONDS`.
     """
 
@@ -86,20 +83,13 @@ class LeavableGroup(WrappedGroup):
         *,
         timeout_seconds: float = 600.0,
         address: str | None = None,
-        watched: Iterable[Connection] = (),
     ) -> None:
         within = timedelta(seconds=MEET_SECONDS)
         try:
-            meeting = Meeting(PrefixStore("meeting", store), rank, names, MEET_SECONDS, watched)
-            meeting.wait()
-            # A backend that waits for a dead rank keeps its connection to the store; members need theirs to agree.
-            own = PrefixStore("inner", store).clone()  # type: ignore[attr-defined]  # missing in torch's stub
             inner = opened_by(
-                lambda: meeting.connect(lambda: gloo_group(own, rank, len(names), within, address))
+                lambda: gloo_group(PrefixStore("inner", store), rank, len(names), within, address)
             )
             opened = _shared(inner, within)
-        except CommunicationError:
-            raise
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {rank}: no group over the processes {list(names)} ({str(error).splitlines()[0]}): one of them "
@@ -121,7 +111,7 @@ class LeavableGroup(WrappedGroup):
         store = part_store(self.get_group_store(), members, len(self._others))
         names = [self.names[member] for member in members]
         own = list(members).index(self.rank())
-        group = LeavableGroup(store, names, own, **self._settings, watched=self._opened)
+        group = LeavableGroup(store, names, own, **self._settings)
         self._others.append(group)
         return group
 
