@@ -5,6 +5,8 @@ import gc
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -15,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore
 
 import stretto as st
 from stretto.errors import CommunicationError
@@ -152,3 +155,30 @@ def test_a_hundred_terms_in_one_process_leave_neither_threads_nor_descriptors_no
         assert found[-1][0] <= files, found
         assert found[-1][1] <= threads, found
         assert found[-1][2] <= found[1][2] + MOST_BYTES, found
+
+
+def test_processes_that_have_done_their_work_end_well() -> None:
+    """Python would abort one that ends while the last group is being dropped."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    script = [
+        "examples/cluster/survive.py",
+        "--store",
+        f"127.0.0.1:{store.port}",
+        "--updates",
+        "20",
+        "--every",
+        "5",
+    ]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *script],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "3"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    errors = [rank.communicate()[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0], errors

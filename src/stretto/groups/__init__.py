@@ -14,7 +14,7 @@ from stretto.groups.launcher import (
     own_rank,
     told_place,
 )
-from stretto.groups.leavable import MEET_SECONDS, Leavable, LeavableGroup, part_store
+from stretto.groups.leavable import MEET_SECONDS, Leavable, LeavableGroup, await_left, part_store
 from stretto.groups.private import connections_of, part_of, private_group, ranks_of, release, retire
 from stretto.groups.staged import StagedGroup
 from stretto.groups.throttled import ThrottledGroup, ThrottledLeavable, register_throttled
@@ -33,6 +33,7 @@ __all__ = [
     "ThrottledLeavable",
     "announce_death",
     "announce_rank",
+    "await_left",
     "connections_of",
     "deaths",
     "is_hosted_by_agent",

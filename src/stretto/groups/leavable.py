@@ -7,13 +7,15 @@ Note [Leaving a group]
     arrives. The socket that listens stays, because Gloo ends the process without it.
 
     The destructor waits for whatever is pending, which may take the group's whole timeout, and any garbage collection
-    may be the one that runs it. So the last reference is a thread's, which does nothing but drop it.
+    may be the one that runs it. So the last reference is a thread's, which does nothing but drop it. Python aborts the
+    process if it ends amid that, so whoever has left groups waits for a while before.
 """
 
 import hashlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -35,6 +37,8 @@ MEET_SECONDS = 15.0
 _SPARE = 8
 """Connections that other threads may have opened meanwhile."""
 _NAME_BYTES = 8
+_LEAVES = "stretto-leave"
+"""Name of the threads that drop groups."""
 
 
 class Leavable(Protocol):
@@ -138,7 +142,15 @@ class LeavableGroup(WrappedGroup):
         last, self._inner = [self._inner], _LeftGroup(self.rank(), self.size())
         if not isinstance(last[0], _LeftGroup):
             # Whatever this frame held would be dropped here, if the thread was quicker.
-            threading.Thread(target=last.clear, name="stretto-leave", daemon=True).start()
+            threading.Thread(target=last.clear, name=_LEAVES, daemon=True).start()
+
+
+def await_left(seconds: float) -> None:
+    """Wait until the groups that this process has left are dropped, but no longer than that."""
+    deadline = time.monotonic() + seconds
+    for thread in threading.enumerate():
+        if thread.name == _LEAVES:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def part_store(store: Store, members: Sequence[int], number: int) -> Store:

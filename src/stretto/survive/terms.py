@@ -24,7 +24,7 @@ from stretto.continuation import Loader
 from stretto.engine.state import set_settings
 from stretto.engine.watcher import store_of
 from stretto.errors import CommunicationError, ConfigError, LeftOut, PeerFailed, PeerSilent, StrettoError
-from stretto.groups import Leavable, told_place
+from stretto.groups import Leavable, await_left, told_place
 from stretto.optimizer import Hyperparameters, read_hyperparameters
 from stretto.parallel import DataParallel
 from stretto.survive.generations import Memory
@@ -42,6 +42,8 @@ _FIRST_UPDATES = 16
 """After which the second generation is kept: nobody knows yet how long an update takes."""
 _CONNECT_SECONDS = 60.0
 """How long the store may take to come up."""
+_LEAVE_SECONDS = 5.0
+"""How long the last groups may take to be dropped: milliseconds, unless something in them is under way."""
 _FRUITLESS = 3
 """Terms in a row with the same members that have brought no update; then the job ends with the error."""
 
@@ -288,6 +290,8 @@ def survive_among(train: Callable[[Term], T], membership: Members, every: int | 
     except BaseException as error:
         membership.died(f"{type(error).__name__}: {error}")
         raise
+    finally:
+        await_left(_LEAVE_SECONDS)
 
 
 class _Survivor(Generic[T]):
