@@ -37,7 +37,9 @@ def work(rank: int, port: int, width: int, strategy: str, seconds: float, out: P
     kept: list[dict[str, Any]] = []
 
     def train(term: st.Term) -> dict[str, Any]:
-        parallel = st.DataParallel(model, optimizer, STRATEGIES[strategy](), group=term.group)
+        parallel = st.DataParallel(
+            model, optimizer, STRATEGIES[strategy](), micro_batches=2, group=term.group
+        )
         term.go_on(parallel)
         began, ends = time.perf_counter(), time.perf_counter() + seconds
         with parallel:
@@ -72,7 +74,7 @@ def copied_and_hashed(num_bytes: int) -> float:
 
 
 def measure(width: int, strategy: str, seconds: float, out: Path) -> dict[str, Any]:
-    """Return what the slowest rank has spent, from the second state that was kept to the last."""
+    """Return what the slowest rank has spent on all states that were kept after the first one."""
     folder = out / f"{strategy}-{width}"
     folder.mkdir(parents=True, exist_ok=True)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -102,7 +104,11 @@ def main(words: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--widths", type=int, nargs="+", default=[128, 1000, 3000], help="squares of parameters"
+        "--widths",
+        type=int,
+        nargs="+",
+        default=[128, 1000, 3000],
+        help="each model has about the square of it in parameters",
     )
     parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
     parser.add_argument("--seconds", type=float, default=60.0)

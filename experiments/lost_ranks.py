@@ -522,6 +522,37 @@ def apart(trial: Trial, folder: Path, calm: list[float]) -> Verdict:
     return Verdict("the trial broke", ["no verdict"], 0, (), None) if found is None else Verdict(**found)
 
 
+def run_all(
+    trials: Sequence[Any],
+    run: Callable[[Any], dict[str, Any]],
+    at_once: int,
+    path: Path,
+    told: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Run trials side by side; return the row of each, by seed. After each a file has all rows until then.
+
+    Args:
+        trials: To run.
+        run: Makes a row of a trial, with its seed.
+        at_once: How many.
+        path: Of the file.
+        told: What it says beside the trials.
+    """
+    rows: list[dict[str, Any]] = []
+    ended = threading.Lock()  # trials that end together write the same file
+
+    def note(trial: Any) -> None:
+        row = run(trial)
+        with ended:
+            rows.append(row)
+            rows.sort(key=lambda row: row["seed"])
+            replace_json(path, {**told, "trials": rows})
+
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(note, trials))
+    return rows
+
+
 def in_a_process(work: Callable[[], Any]) -> Any:
     """Return what a child finds, as JSON brings it; None where it has failed. What is forked later must not have
     computed anything, so nothing is computed in this process.
@@ -564,23 +595,15 @@ def main(words: Sequence[str] | None = None) -> int:
     trials = [drawn(seed) for seed in range(options.first_seed, options.first_seed + options.trials)]
     calm = in_a_process(calm_model)
     options.out.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
-    ended = threading.Lock()  # trials that end together write the same file
 
-    def run(trial: Trial) -> None:
+    def run(trial: Trial) -> dict[str, Any]:
         verdict = apart(trial, options.out / f"trial-{trial.seed}", calm)
-        with ended:
-            note(trial, verdict)
-
-    def note(trial: Trial, verdict: Verdict) -> None:
-        rows.append({**dataclasses.asdict(trial), **dataclasses.asdict(verdict)})
         what = " and ".join(f"{event.kind} of {event.node}" for event in trial.events)
         print(f"{trial.seed}: {what}: {verdict.outcome}; {'; '.join(verdict.faults) or 'right'}", flush=True)
-        rows.sort(key=lambda row: row["seed"])
-        replace_json(options.out / "results.json", {"environment": describe_environment(), "trials": rows})
+        return {**dataclasses.asdict(trial), **dataclasses.asdict(verdict)}
 
-    with ThreadPoolExecutor(options.at_once) as pool:
-        list(pool.map(run, trials))
+    told = {"environment": describe_environment()}
+    rows = run_all(trials, run, options.at_once, options.out / "results.json", told)
     print(summary(rows))
     return int(any(row["faults"] for row in rows))
 

@@ -17,10 +17,8 @@ import random
 import signal
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,16 +26,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from launched import until
-from lost_ranks import address_of, forked, in_a_process, lines_of, tell
-from torch import nn
+from lost_ranks import address_of, forked, in_a_process, lines_of, run_all, tell
 from torch.distributed import TCPStore
 
 import stretto as st
 from benchmarks.namespaces import Namespaces
+from benchmarks.recovery import network
 from stretto.groups.connections import Connection
 from stretto.machine import describe_environment
 from stretto.strategies import STRATEGIES
-from stretto_lab.observe import replace_json
 
 NEVER = 600.0
 NAMED_WITHIN = 2.0
@@ -87,11 +84,7 @@ def train(trial: Trial, rank: int, said: Path) -> None:
     store = TCPStore(address_of(trial.ranks), PORT, is_master=False, timeout=timedelta(seconds=60))
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     dist.init_process_group("gloo", store=store, rank=rank, world_size=trial.ranks)
-    torch.manual_seed(0)
-    width = trial.width
-    model = nn.Sequential(
-        nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1)
-    )
+    model = network(trial.width)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     try:
         parallel = st.DataParallel(
@@ -143,7 +136,6 @@ def run_trial(trial: Trial, folder: Path) -> dict[str, Any]:
     if seconds and max(seconds) > NAMED_WITHIN:
         faults.append(f"named after {max(seconds)} s")
     return {
-        **dataclasses.asdict(trial),
         "while": "training" if had_begun else "starting",
         "named_after_seconds": seconds,
         "faults": faults,
@@ -177,24 +169,19 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.blind:
         Connection.is_open = property(lambda _: True)  # type: ignore[method-assign]  # what --blind is for
     options.out.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
-    ended = threading.Lock()  # trials that end together write the same file
 
-    def run(trial: Trial) -> None:
+    def run(trial: Trial) -> dict[str, Any]:
         folder = options.out / f"trial-{trial.seed}"
-        row = in_a_process(lambda: run_trial(trial, folder)) or {
-            **dataclasses.asdict(trial), "while": "?", "named_after_seconds": [], "faults": ["no verdict"]
+        found = in_a_process(lambda: run_trial(trial, folder)) or {
+            "while": "?", "named_after_seconds": [], "faults": ["no verdict"]
         }  # fmt: skip
-        with ended:
-            rows.append(row)
-            rows.sort(key=lambda row: row["seed"])
-            if row["faults"]:
-                print(f"{trial}: {'; '.join(row['faults'])}", flush=True)
-            told = {"environment": describe_environment(), "is_blind": options.blind, "trials": rows}
-            replace_json(options.out / "results.json", told)
+        if found["faults"]:
+            print(f"{trial}: {'; '.join(found['faults'])}", flush=True)
+        return {**dataclasses.asdict(trial), **found}
 
-    with ThreadPoolExecutor(options.at_once) as pool:
-        list(pool.map(run, [drawn(options.first_seed + number) for number in range(options.trials)]))
+    trials = [drawn(options.first_seed + number) for number in range(options.trials)]
+    told = {"environment": describe_environment(), "is_blind": options.blind}
+    rows = run_all(trials, run, options.at_once, options.out / "results.json", told)
     print(summary(rows))
     return int(any(row["faults"] for row in rows))
 

@@ -1,9 +1,11 @@
 """A rank that dies before a group is made: the others hear of it at once, not after their time-out."""
 
 import os
+import random
 import signal
 import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -18,79 +20,88 @@ from stretto.groups.wrapped import gloo_group
 from tests.processes import rank_outcomes, run_ranks
 
 LONG = timedelta(seconds=60)
-RANKS, VICTIM = 3, 2
+RANKS = 3
 SOON_SECONDS = 10.0
 """On a busy machine; the time-out is six times as long."""
 
 
-def meeting_of(rank: int, timeout_seconds: float = 60.0) -> Meeting:
+@dataclass(frozen=True)
+class Death:
+    """Of one rank, and when."""
+
+    ranks: int
+    victim: int
+    moment: str
+    """comes: once it has come, while another has not; connects: once all have come; told: it lives, but its supervisor
+    says that it is dead."""
+
+
+def drawn(seed: int) -> Death:
+    rng = random.Random(seed)
+    ranks = rng.randint(2, 5)
+    return Death(ranks, rng.randrange(ranks), ("comes", "connects", "told")[seed % 3])
+
+
+def meeting_of(rank: int, ranks: int) -> Meeting:
     store = PrefixStore("meeting", dist.distributed_c10d._get_default_store())
-    return Meeting(store, rank, range(RANKS), timeout_seconds, connections())
+    return Meeting(store, rank, range(ranks), LONG.total_seconds(), connections())
 
 
-def found(meeting: Meeting, rank: int) -> tuple[tuple[int, ...], str, float]:
+def found(meeting: Meeting, rank: int, ranks: int) -> tuple[tuple[int, ...], str, float]:
     """Return whom a meeting names, in which words, and how long after the death."""
     store = dist.distributed_c10d._get_default_store()
     own = store.clone()
     try:
         meeting.wait()
-        meeting.connect(lambda: gloo_group(PrefixStore("group", store), rank, RANKS, LONG, None))
+        meeting.connect(lambda: gloo_group(PrefixStore("group", store), rank, ranks, LONG, None))
     except PeerFailed as error:
         return error.ranks, str(error), time.monotonic() - float(own.get("died"))
     return (), "nothing", 0.0
 
 
-def die() -> None:
-    dist.distributed_c10d._get_default_store().set("died", str(time.monotonic()))
+def die(store: dist.Store) -> None:
+    store.set("died", str(time.monotonic()))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dies_before_it_connects(rank: int) -> tuple[tuple[int, ...], str, float]:
-    meeting = meeting_of(rank)
-    if rank == VICTIM:
-        meeting.wait()
-        die()
-    return found(meeting, rank)
-
-
-def dies_while_another_is_late(rank: int) -> tuple[tuple[int, ...], str, float]:
-    store = dist.distributed_c10d._get_default_store()
-    if rank == VICTIM:
+def meets(rank: int, death: Death) -> tuple[tuple[int, ...], str, float]:
+    store = dist.distributed_c10d._get_default_store().clone()
+    others = [other for other in range(death.ranks) if other != death.victim]
+    if rank != death.victim:
+        if death.moment == "comes" and rank == others[0]:
+            store.wait(["died"], LONG)
+        whom = found(meeting_of(rank, death.ranks), rank, death.ranks)
+        store.set(f"over/{rank}", "")
+        return whom
+    if death.moment == "told":
+        store.set("died", str(time.monotonic()))
+        announce_death(store, rank, "told")
+        store.wait([f"over/{other}" for other in others], LONG)
+        return (), "", 0.0
+    meeting = meeting_of(rank, death.ranks)
+    if death.moment == "comes":
         own = store.clone()
 
-        def once_here() -> None:
-            own.wait([f"meeting/connections/{VICTIM}"], LONG)
-            die()
+        def die_once_here() -> None:
+            own.wait([f"meeting/connections/{rank}"], LONG)
+            die(own)
 
-        threading.Thread(target=once_here).start()
-    if rank == 1:
-        store.wait(["died"], LONG)
-    return found(meeting_of(rank), rank)
-
-
-def is_told_of_a_death(rank: int) -> tuple[tuple[int, ...], str, float]:
-    store = dist.distributed_c10d._get_default_store().clone()
-    if rank == VICTIM:
-        store.wait(["over/0", "over/1"], LONG)
-        return (VICTIM,), f"rank {VICTIM} died (told)", 0.0
-    if rank == 0:
-        store.set("died", str(time.monotonic()))
-        announce_death(store, VICTIM, "told")
-    whom = found(meeting_of(rank), rank)
-    store.set(f"over/{rank}", "")
-    return whom
+        threading.Thread(target=die_once_here).start()
+    meeting.wait()
+    die(store)
+    return (), "", 0.0
 
 
-def test_a_rank_that_dies_is_named_by_all_others_before_a_group_is_there() -> None:
-    for case in (dies_before_it_connects, dies_while_another_is_late, is_told_of_a_death):
-        for outcome in rank_outcomes(RANKS, case):
-            if outcome.rank == VICTIM and case is not is_told_of_a_death:
+def test_whoever_dies_before_a_group_is_there_is_named_by_all_others() -> None:
+    for death in map(drawn, range(12)):
+        for outcome in rank_outcomes(death.ranks, meets, death):
+            if outcome.rank == death.victim:
                 continue
-            assert outcome.error is None, (case, outcome)
+            assert outcome.error is None, (death, outcome)
             ranks, text, seconds = outcome.value
-            assert ranks == (VICTIM,), (case, outcome)
-            assert f"rank {VICTIM} died" in text
-            assert seconds < SOON_SECONDS, (case, outcome)
+            assert ranks == (death.victim,), (death, outcome)
+            assert f"rank {death.victim} died" in text
+            assert seconds < SOON_SECONDS, (death, outcome)
 
 
 def comes_too_late(rank: int) -> str:
@@ -117,7 +128,7 @@ def closes_what_it_had(rank: int) -> tuple[tuple[int, ...], str, float]:
     if rank == 0:
         store.wait([f"meeting/connections/{other}" for other in range(1, RANKS)], LONG)
         dist.destroy_process_group(old)
-    whom = found(meeting_of(rank), rank)
+    whom = found(meeting_of(rank, RANKS), rank, RANKS)
     store.set(f"over/{rank}", "")
     store.wait([f"over/{other}" for other in range(RANKS)], LONG)
     return whom

@@ -244,10 +244,11 @@ class Membership:
             is_over = died.keys() >= set(seats)  # also where there are none
             if members is None or latest != known:
                 signs = None if latest is None else signs_of(self._job, latest, seats)
-                known, members = latest, _Missing(Ended(latest or 0, seats, signs), 0.0, self._now)
+                patience = 2 * self._silent_seconds + MEET_SECONDS
+                known, members = latest, _Missing(Ended(latest or 0, seats, signs), patience, self._now)
             if self._now() - looked_at > _LOOK_SECONDS:
                 looked_at = self._now()
-                is_over = is_over or members.have_vanished(died, 2 * self._silent_seconds + MEET_SECONDS)
+                is_over = is_over or members.have_vanished(died)
             if is_over:
                 raise LeftOut(
                     f"seat {self.seat}: the job ended before this process could come in: no member is left; if its "
@@ -339,11 +340,13 @@ class _Missing:
         missing = [seat for seat in self._ended.seats if seat not in said and seat not in died]
         return all([self._silence(seat) >= self._limit(seat in blamed) for seat in missing])
 
-    def have_vanished(self, died: Mapping[int, str], patience: float) -> bool:
+    def have_vanished(self, died: Mapping[int, str]) -> bool:
         """Return whether none of the members gives signs of life; one that has begun no job yet may take long."""
         missing = [seat for seat in self._ended.seats if seat not in died]
         silences = [(self._silence(seat), self._signs[seat][0]) for seat in missing]
-        return all(silence >= (START_SECONDS if sign is None else patience) for silence, sign in silences)
+        return all(
+            silence >= (START_SECONDS if sign is None else self._patience) for silence, sign in silences
+        )
 
     def _limit(self, is_blamed: bool) -> float:
         return _CLOSED_SECONDS if is_blamed else self._patience
