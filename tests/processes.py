@@ -16,6 +16,7 @@ import re
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -38,6 +39,9 @@ TIMEOUT_SECONDS = 240.0
 # A server forks each rank with what is slow to import already there: 0.1 s per rank, not 3 s. Where there is a CUDA
 # device, modules look for it at import, and CUDA refuses processes that are forked after that.
 _CONTEXT = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+
+_STARTED_AND_ENDED = threading.Lock()
+"""Starting a process looks which others have ended. Where two threads look, only one reads how; the other gets 255."""
 
 _FORKED_WITH = (
     "stretto_lab.train.rank",
@@ -173,7 +177,8 @@ def rank_outcomes(
     for rank in range(world_size):
         receiver, sender = _CONTEXT.Pipe(duplex=False)
         process = _CONTEXT.Process(target=_rank_main, args=(sender, rank, job))
-        process.start()
+        with _STARTED_AND_ENDED:
+            process.start()
         sender.close()
         ranks[receiver] = (rank, process)
     try:
@@ -181,7 +186,8 @@ def rank_outcomes(
     finally:
         for _, process in ranks.values():
             process.kill()
-            process.join()
+            with _STARTED_AND_ENDED:
+                process.join()
 
 
 def _collect(ranks: dict[Connection, tuple[int, Any]], deadline: float, wait_for_all: bool) -> list[Outcome]:
@@ -204,7 +210,8 @@ def _outcome(connection: Connection, rank: int, process: Any) -> Outcome:
     try:
         error, value = pickle.loads(connection.recv_bytes())
     except EOFError:
-        process.join()
+        with _STARTED_AND_ENDED:
+            process.join()
         error, value = f"the process ended with exit code {process.exitcode} and no result", None
     return Outcome(rank=rank, value=value, error=error, finished=time.monotonic())
 
@@ -248,7 +255,8 @@ class Command:
         err, their_err = _CONTEXT.Pipe(duplex=False)
         body = (their_out, their_err, os.environ | (variables or {}), words, function)
         self._process = _CONTEXT.Process(target=_command_main, args=body)
-        self._process.start()
+        with _STARTED_AND_ENDED:
+            self._process.start()
         for end in (their_out, their_err):
             end.close()
         self.stdout, self.stderr = (os.fdopen(os.dup(end.fileno()), encoding="utf-8") for end in (out, err))

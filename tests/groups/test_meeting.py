@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 
+import pytest
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
@@ -122,17 +123,36 @@ def test_who_has_not_come_in_time_is_named() -> None:
     assert "ranks [1] of it have not come within 0.5 s" in text
 
 
-def closes_what_it_had(rank: int) -> tuple[tuple[int, ...], str, float]:
+def waits_beside_one_that_closes(rank: int, moment: str, shares: str) -> str:
+    """Wait in vain for the last rank, while rank 0 closes what it had, before it comes or once it is there."""
     store = dist.distributed_c10d._get_default_store()
-    old = dist.new_group()
-    if rank == 0:
-        store.wait([f"meeting/connections/{other}" for other in range(1, RANKS)], LONG)
-        dist.destroy_process_group(old)
-    whom = found(meeting_of(rank, RANKS), rank, RANKS)
-    store.set(f"over/{rank}", "")
-    store.wait([f"over/{other}" for other in range(RANKS)], LONG)
-    return whom
+    before = connections()
+    old = [dist.new_group()]
+    watched = connections() - (before if shares == "nothing else" else set())
+    if rank == RANKS - 1:
+        store.wait(["waited/0", "waited/1"], LONG)
+        return ""
+
+    def close(own: dist.Store, others: range) -> None:
+        own.wait([f"meeting/connections/{other}" for other in others], LONG)
+        dist.destroy_process_group(old[0])
+        old.clear()
+
+    meeting = Meeting(PrefixStore("meeting", store), rank, range(RANKS), 2.5, watched)
+    if rank == 0 and moment == "before it comes":
+        close(store, range(1, RANKS - 1))
+    elif rank == 0:
+        threading.Thread(target=close, args=(store.clone(), range(RANKS - 1))).start()
+    try:
+        meeting.wait()
+    except CommunicationError as error:
+        store.set(f"waited/{rank}", "")
+        return str(error)
+    return "nothing"
 
 
-def test_a_rank_that_closes_other_connections_before_it_comes_is_not_taken_for_dead() -> None:
-    assert run_ranks(RANKS, closes_what_it_had) == [((), "nothing", 0.0)] * RANKS
+@pytest.mark.parametrize("shares", ["the default group, too", "nothing else"])
+@pytest.mark.parametrize("moment", ["before it comes", "once it is there"])
+def test_a_rank_that_closes_what_it_had_is_not_taken_for_dead(moment: str, shares: str) -> None:
+    late = f"ranks [{RANKS - 1}] of it have not come within 2.5 s"
+    assert all(late in text for text in run_ranks(RANKS, waits_beside_one_that_closes, moment, shares)[:-1])

@@ -2,11 +2,14 @@
 
 Note [Dead or late]
     A backend that connects waits for every rank until its time-out, for a dead one as for one that still reads data. So
-    each rank first writes into the store which connections it has, of the default group for example. If one of these
-    closes, the rank that has written the other end of it is dead. Of one that has not come yet, only whoever supervises
-    it can say that. A rank that has all of the new group goes on, and may close what it had before; so who still waits
-    for the backend looks once more half a second later. The first rank to find out who is dead writes it down before it
-    raises, because it closes its own connections then; all report the same.
+    each rank first writes into the store which connections it has, of the default group for example. One that closes
+    says nothing: a group from before may end at any time. When all are closed that two ranks had in common, they may
+    still have been of one such group, so the rank asks, and everyone in the meeting answers at the next look. Whoever
+    does not is dead. A rank that has all of the new group goes on and answers no more, but then the others have it
+    within milliseconds.
+
+    Of a rank that has not come yet, only whoever supervises it can say that it is dead. The first one to find out who
+    is dead writes it down before it raises, because it closes its own connections then; all report the same.
 """
 
 import json
@@ -19,14 +22,14 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from stretto.errors import CommunicationError, PeerFailed
-from stretto.groups.connections import Connection
+from stretto.groups.connections import Connection, connections
 from stretto.groups.deaths import deaths
 
 T = TypeVar("T")
 
 _LONGEST_PAUSE_SECONDS = 0.25
-_AGAIN_SECONDS = 0.5
-"""After which a connection that was closed while the backend connects tells of a death."""
+_ANSWER_SECONDS = 1.0
+"""How long an answer may take: four looks."""
 
 
 class Meeting:
@@ -37,7 +40,7 @@ class Meeting:
         rank: Of this process in the new group.
         ranks: Of the new group in order, as whoever supervises them calls them.
         timeout_seconds: How long the others may take to come.
-        watched: Connections of this process; none closes before the new group is there, unless its other end dies.
+        watched: Connections of this process, whatever they belong to.
     """
 
     def __init__(
@@ -54,6 +57,9 @@ class Meeting:
         self._ranks = ranks
         self._timeout_seconds = timeout_seconds
         self._connections = set(watched)
+        self._asked: dict[int, tuple[float, int]] = {}
+        """Of each rank that may be dead: when it has last answered, or was first asked, and how many answers it has
+        given."""
 
     def wait(self) -> None:
         """Return once all have come.
@@ -68,7 +74,7 @@ class Meeting:
             self._store.set("all", "")
         deadline, pause = time.monotonic() + self._timeout_seconds, 0.001
         while not self._store.check(["all"]):
-            self._raise_if(self._closed())
+            self._raise_if(self._dead())
             if time.monotonic() > deadline:
                 late = [rank for rank in range(len(self._ranks)) if not self._has_come(rank)]
                 raise CommunicationError(
@@ -100,31 +106,54 @@ class Meeting:
         thread = threading.Thread(target=run, name="stretto-connect", daemon=True)
         thread.start()
         thread.join(_LONGEST_PAUSE_SECONDS)
-        since: float | None = None
         while thread.is_alive():
-            closed = self._closed()
-            since = (since or time.monotonic()) if closed else None
-            if since is not None and time.monotonic() - since >= _AGAIN_SECONDS:
-                self._raise_if(closed)
+            self._raise_if(self._dead())
             thread.join(_LONGEST_PAUSE_SECONDS)
         if errors:
-            self._raise_if(self._closed())
+            # A death may be why. It shows after all time for an answer, and one look more.
+            deadline = time.monotonic() + _ANSWER_SECONDS + 2 * _LONGEST_PAUSE_SECONDS
+            self._raise_if(self._dead())
+            while self._asked and time.monotonic() < deadline:
+                time.sleep(_LONGEST_PAUSE_SECONDS)
+                self._raise_if(self._dead())
             raise errors[0]
         return made[0]
 
-    def _closed(self) -> dict[int, str]:
+    def _dead(self) -> dict[int, str]:
         """Return ranks that are dead, and how it is known."""
         if self._store.check(["dead"]):
             return self._first_found({})
         died = {rank: how for rank, how in deaths(self._store).items() if rank in self._ranks}
-        found = {self._ranks.index(rank): how for rank, how in died.items()}
-        names = {connection.name for connection in self._connections if not connection.is_open}
-        for rank in range(len(self._ranks)) if names else ():
+        if died:
+            return {self._ranks.index(rank): how for rank, how in died.items()}
+        cut_off = self._cut_off()
+        if cut_off:
+            self._store.set("asked", "")
+        if self._store.check(["asked"]):
+            self._store.add(f"answers/{self._rank}", 1)
+        now, before = time.monotonic(), self._asked
+        answers = {rank: self._store.add(f"answers/{rank}", 0) for rank in cut_off}
+        self._asked = {
+            rank: before[rank] if rank in before and before[rank][1] == answers[rank] else (now, answers[rank])
+            for rank in cut_off
+        }
+        silent = [rank for rank, (since, _) in self._asked.items() if now - since >= _ANSWER_SECONDS]
+        return dict.fromkeys(silent, "its connections are closed")
+
+    def _cut_off(self) -> list[int]:
+        """Return ranks in the meeting with which nothing is left of the connections that both had."""
+        if all(connection.is_open for connection in self._connections):
+            return []
+        watched = {connection.name for connection in self._connections}
+        # A descriptor that its owner has not looked at stays open when the other end is gone; the system's table tells.
+        still = watched & {connection.name for connection in connections()}
+        cut_off = []
+        for rank in range(len(self._ranks)):
             if rank != self._rank and self._has_come(rank):
-                theirs = self._store.get(f"connections/{rank}").decode().split()
-                if not names.isdisjoint(theirs):
-                    found.setdefault(rank, "its connection is closed")
-        return found
+                shared = watched.intersection(self._store.get(f"connections/{rank}").decode().split())
+                if shared and shared.isdisjoint(still):
+                    cut_off.append(rank)
+        return cut_off
 
     def _has_come(self, rank: int) -> bool:
         return self._store.check([f"connections/{rank}"])
