@@ -24,6 +24,7 @@ from torch.distributed import TCPStore
 import stretto as st
 from stretto.machine import describe_environment
 from stretto_lab.observe import replace_json
+from stretto_lab.train.workers import host_store
 
 STRATEGIES = {"zero1": st.ZeRO1, "acco": st.ACCO, "diloco": st.DiLoCo}
 
@@ -77,7 +78,7 @@ def measure(width: int, strategy: str, seconds: float, out: Path) -> dict[str, A
     """Return what the slowest rank has spent on all states that were kept after the first one."""
     folder = out / f"{strategy}-{width}"
     folder.mkdir(parents=True, exist_ok=True)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = host_store("127.0.0.1", 0)
     mp.spawn(work, (store.port, width, strategy, seconds, folder), nprocs=RANKS)
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
     steps = [one["update"] for one in ranks[0]["kept"]]

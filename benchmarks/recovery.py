@@ -44,6 +44,7 @@ import stretto as st
 from stretto.groups import announce_death
 from stretto.machine import describe_environment
 from stretto_lab.observe import replace_json
+from stretto_lab.train.workers import host_store
 
 RANKS = 3
 COMPUTE_SECONDS = 0.02
@@ -263,7 +264,7 @@ class Supervised:
             if self.arm == "torchft":
                 self._others.append(self._run([sys.executable, "-c", LIGHTHOUSE.format(port=port)]))
             return port
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = host_store("127.0.0.1", 0)
         return int(self._store.port)
 
     def _start(self, rank: int, seat: int) -> "subprocess.Popen[bytes]":

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from stretto_lab.train import processes as started_by_commands
+from stretto_lab.train.workers import host_store
 
 TIMEOUT_SECONDS = 240.0
 """For a machine that others keep busy; nobody waits for it when all is well."""
@@ -169,7 +170,7 @@ def rank_outcomes(
         wait_for_all: Keep waiting for the other ranks after one has failed; False kills them.
     """
     # The parent hosts the store, so that it outlives any rank, and the system chooses the port.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = host_store("127.0.0.1", 0)
     job = _Job(
         world_size=world_size, port=store.port, backend=backend, prepare=prepare, function=function, args=args
     )

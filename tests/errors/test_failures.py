@@ -16,6 +16,7 @@ from torch import Tensor
 
 import stretto as st
 from stretto.errors import NonFinite
+from stretto_lab.train.workers import host_store
 from tests.errors.tiny import BOTH_KINDS, TinyJob
 from tests.processes import Outcome, rank_outcomes
 
@@ -102,7 +103,7 @@ def move_store_to_rank_0(rank: int, world_size: int) -> None:
     """Start the default group anew over a store that ends with rank 0, as without a launcher."""
     shared = default_store()
     if rank == 0:
-        own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        own = host_store("127.0.0.1", 0)
         shared.set("port", str(own.port))
     else:
         own = dist.TCPStore("127.0.0.1", int(shared.get("port")), is_master=False)

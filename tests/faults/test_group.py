@@ -12,6 +12,7 @@ from stretto.errors import ConfigError
 from stretto.groups.collectives import method_of
 from stretto_lab.faults import Fault, FaultPlan, FaultyGroup, register_faulty
 from stretto_lab.faults.plan import Site
+from stretto_lab.train.workers import host_store
 from tests.docs.pages import DOCS, code_blocks
 from tests.processes import run_ranks
 
@@ -132,7 +133,7 @@ def run_page(rank: int, port: int) -> bool:
 
 
 def test_the_page_damages_the_third_all_reduce_of_rank_1() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = host_store("127.0.0.1", 0)
     assert run_ranks(2, run_page, store.port, backend=None) == [True, True]
 
 

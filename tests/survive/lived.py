@@ -20,6 +20,7 @@ from stretto.groups.collectives import Call
 from stretto.groups.private import private_group
 from stretto.groups.wrapped import WrappedGroup
 from stretto.survive import Term, survives
+from stretto_lab.train.workers import host_store
 from tests.processes import Outcome, rank_outcomes
 
 LONG = timedelta(seconds=60)
@@ -260,6 +261,6 @@ def fresh(rank: int, lived: Lived, path: str | None) -> str:
 
 def lives(lived: Lived, folder: str | None = None) -> list[Outcome]:
     """What became of every rank."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = host_store("127.0.0.1", 0)
     processes = lived.ranks + (lived.again is not None)
     return rank_outcomes(processes, live, lived, store.port, folder, backend=None)

@@ -17,13 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore
 
 import stretto as st
 from stretto.errors import CommunicationError
 from stretto.groups import LeavableGroup
 from stretto.groups.collectives import method_of
 from stretto.survive import Term, survives
+from stretto_lab.train.workers import host_store
 from tests.errors.test_failures import default_store
 from tests.processes import run_ranks
 from tests.survive.lived import network
@@ -159,7 +159,7 @@ def test_a_hundred_terms_in_one_process_leave_neither_threads_nor_descriptors_no
 
 def test_processes_that_have_done_their_work_end_well() -> None:
     """Python would abort one that ends while the last group is being dropped."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = host_store("127.0.0.1", 0)
     script = [
         "examples/cluster/survive.py",
         "--store",

@@ -20,6 +20,7 @@ from stretto.errors import LeftOut, PeerSilent
 from stretto.groups import announce_death
 from stretto.survive.membership import Ended, Membership, signs_of
 from stretto.survive.terms import Term, survives, updates_between
+from stretto_lab.train.workers import host_store
 from tests.errors.tiny import tiny_model
 from tests.processes import Command, run_ranks
 
@@ -307,7 +308,7 @@ def test_generations_take_a_hundredth_of_time_and_bytes_unless_they_would_be_too
 
 
 def stopped_store() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = host_store("127.0.0.1", 0)
     sys.stdout.write(f"{store.port}\n")
     sys.stdout.flush()
     time.sleep(600)

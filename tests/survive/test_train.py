@@ -19,6 +19,7 @@ from stretto_lab.recipes import Loss, Task
 from stretto_lab.train.configuration import RunConfig
 from stretto_lab.train.launch import LocalRanks, train
 from stretto_lab.train.outcome import prepare_run_folder
+from stretto_lab.train.workers import host_store
 from tests.processes import Command, rank_outcomes, run_ranks
 from tests.survive.lived import LONG, SILENT_SECONDS, Built, Job, Lived
 from tests.train.tiny import Points, Tiny, quadrant_loss
@@ -194,7 +195,7 @@ def comes_later(rank: int, port: int) -> list[tuple[int, int, int]]:
 
 
 def test_who_comes_later_comes_in_where_a_state_was_kept_and_nothing_is_done_again() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = host_store("127.0.0.1", 0)
     outcomes = rank_outcomes(4, comes_later, store.port, backend=None)
     errors = [one.error for one in outcomes if one.rank != 1 and one.error is not None]
     assert not errors, errors[0]

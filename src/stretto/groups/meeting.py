@@ -133,10 +133,8 @@ class Meeting:
             self._store.add(f"answers/{self._rank}", 1)
         now, before = time.monotonic(), self._asked
         answers = {rank: self._store.add(f"answers/{rank}", 0) for rank in cut_off}
-        self._asked = {
-            rank: before[rank] if rank in before and before[rank][1] == answers[rank] else (now, answers[rank])
-            for rank in cut_off
-        }
+        self._asked = {rank: (now, answers[rank]) for rank in cut_off}
+        self._asked |= {rank: old for rank, old in before.items() if old[1] == answers.get(rank)}
         silent = [rank for rank, (since, _) in self._asked.items() if now - since >= _ANSWER_SECONDS]
         return dict.fromkeys(silent, "its connections are closed")
 

@@ -60,6 +60,9 @@ def host_store(host: str, port: int) -> TCPStore:
 
     A store for ranks of this machine alone listens where no other machine reaches it. Any other listens at all
     addresses, because `host` may be a name that only the other machines know.
+
+    Torch's store looks up the name of whoever connects, and answers nobody meanwhile: seconds, where no resolver does.
+    It takes a loopback address from the system's table of hosts, but only where it listens for IPv4 alone.
     """
     if not _is_loopback(host):
         return TCPStore(host, port, is_master=True, wait_for_workers=False)
