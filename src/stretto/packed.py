@@ -4,6 +4,10 @@ Pickle lets bytes call any function. What is read here may hold numbers, text, b
 dictionaries, tensors and NumPy arrays, and named tuples of the program's own modules. Other classes are refused when
 they are written, unless the program has named them to PyTorch with `torch.serialization.add_safe_globals`.
 
+Note [Bytes]
+    PyTorch pickles bytes as text, which takes half as much again, and tens of seconds for a gigabyte. So what has more
+    than a few of them travels as a tensor.
+
 Note [Named tuples]
     A named tuple travels as a dictionary of its class's name and its values. Where it is read, the class is looked up
     among the modules that the program has imported, must be a named tuple, and none of its methods is called.
@@ -29,11 +33,19 @@ _ARRAYS: list[Any] = [
     *{type(np.dtype(code)) for code in "?bBhHiIlLqQefdFDSU"},
 ]
 _BYTES = "stretto: bytes"
-"""Key of the dictionary that stands for empty bytes and for a stream of bytes, which PyTorch would have to call."""
+"""Key of the dictionary that stands for a stream of bytes and for empty ones, which PyTorch would have to call, and for
+many; see Note [Bytes]."""
+_FEW_BYTES = 256
+_EMPTY_ARRAY = "stretto: empty array"
+"""Key of the dictionary that stands for a NumPy array of no elements, for which PyTorch would have to call, too."""
 _NAMED_TUPLE = "stretto: named tuple"
 """Key of the dictionary that stands for a named tuple; see Note [Named tuples]."""
 _ALWAYS_READABLE = (bytes, str, float, bool, type(None))
-"""What need not be read back to know that it can be; not integers, the longest of which cannot."""
+"""What need not be read back to know that it can be."""
+_PLAIN_DTYPES = {
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int8, torch.int16,
+    torch.int32, torch.int64,
+}  # fmt: skip
 _EXPECTED = "expected numbers, text, lists, dictionaries, tensors and arrays"
 _REFUSED = re.compile(r"Unsupported (?:global: GLOBAL (\S+)|(?:class|global|operand)[^\n]*)|GLOBAL (\S+)")
 
@@ -54,7 +66,7 @@ def pack(value: Any, what: str) -> bytes:
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise UnsafeValue(f"{what} cannot be written ({error}): {_EXPECTED}") from error
     packed = stream.getvalue()
-    if type(value) not in _ALWAYS_READABLE:
+    if not _is_readable(value):
         unpack(packed, what)
     return packed
 
@@ -80,10 +92,28 @@ def unpack(packed: bytes, what: str, place: str | Callable[[Any, str], Any] = "c
         ) from error
 
 
+def _is_readable(value: Any) -> bool:
+    """Return whether it is certain that what is written can be read, without reading it."""
+    kind = type(value)
+    if kind is torch.Tensor:
+        is_as_usual = value.layout is torch.strided and value.device.type in ("cpu", "cuda")
+        has_more = value.requires_grad or bool(value.__dict__) or value.is_conj() or value.is_neg()
+        return is_as_usual and value.dtype in _PLAIN_DTYPES and not has_more
+    if kind is int:
+        return bool(value.bit_length() < 64)  # the longest cannot be read
+    if kind is dict:
+        return all(type(key) is str and _is_readable(one) for key, one in value.items())
+    return kind in _ALWAYS_READABLE or (kind in (list, tuple) and all(map(_is_readable, value)))
+
+
 def _plain(value: Any) -> Any:
-    if type(value) is io.BytesIO or (type(value) is bytes and not value):
-        content = value.getvalue() if isinstance(value, io.BytesIO) else value
-        return {_BYTES: type(value).__name__, "content": content or None}
+    if type(value) is io.BytesIO or (type(value) is bytes and not 0 < len(value) <= _FEW_BYTES):
+        content: Any = value.getvalue() if isinstance(value, io.BytesIO) else value
+        if len(content) > _FEW_BYTES:
+            content = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        return {_BYTES: type(value).__name__, "content": content if len(content) else None}
+    if type(value) is np.ndarray and value.size == 0 and value.dtype.kind in "biufc":
+        return {_EMPTY_ARRAY: [value.dtype.str, list(value.shape)]}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         values = [_plain(one) for one in value]
         return {_NAMED_TUPLE: [type(value).__module__, type(value).__qualname__], "values": values}
@@ -96,8 +126,14 @@ def _plain(value: Any) -> Any:
 
 def _as_it_was(value: Any) -> Any:
     if type(value) is dict and _BYTES in value:
-        content = value["content"] or b""
+        content = value["content"]
+        if isinstance(content, torch.Tensor):
+            content = content.cpu().numpy().tobytes()
+        content = content or b""
         return io.BytesIO(content) if value[_BYTES] == "BytesIO" else content
+    if type(value) is dict and _EMPTY_ARRAY in value:
+        dtype, shape = value[_EMPTY_ARRAY]
+        return np.empty(0, dtype).reshape(shape)
     if type(value) is dict and _NAMED_TUPLE in value:
         kind = _named_tuple(*value[_NAMED_TUPLE])
         values = [_as_it_was(one) for one in value["values"]]

@@ -31,11 +31,12 @@ def pass_on(exchange: Exchange, content: bytes, lengths: Sequence[int], distance
     def transfer(index: int) -> Transfer:
         own = outgoing[index] if index < len(outgoing) else nothing
         place = places[index] if index < len(places) else nothing
-        arriving = torch.empty(place.numel(), dtype=torch.int8, device=device)
+        arriving = place if device.type == "cpu" else torch.empty_like(place, device=device)
         splits = [own.numel() * (other == to) for other in range(world_size)]
         arrives = [place.numel() * (other == source) for other in range(world_size)]
         yield all_to_all(arriving, own.to(device), arrives, splits), "copy of a rank's state"
-        place.copy_(arriving)
+        if arriving is not place:
+            place.copy_(arriving)
 
     exchange.count_sent(len(content))
     exchange.run(in_flight(map(transfer, range(-(-max(lengths) // LARGEST_BROADCAST)))))
