@@ -113,14 +113,14 @@ class Trial:
     """Which samples have the numbers."""
 
 
-def drawn(seed: int) -> Trial:
-    """Draw a trial."""
+def drawn(seed: int, of_kinds: Sequence[str] = KINDS) -> Trial:
+    """Draw a trial in which nothing else happens than these kinds."""
     rng = random.Random(seed)
     ranks, after = rng.choice([2, 3, 3, 4, 6]), rng.randint(2, 45)
     later = rng.choice([0.0, rng.uniform(0, 3), rng.uniform(0, 12)])
     events: list[Event] = []
     for number, node in enumerate(rng.sample(range(ranks), rng.choice([1, 1, 2]))):
-        kinds = [kind for kind in KINDS if kind != "gone" or not events]  # of two ranks one is left
+        kinds = [kind for kind in of_kinds if kind != "gone" or not events]  # of two ranks one is left
         lasts = rng.uniform(*rng.choice([*[OUTAGE_SECONDS] * 5, LONG_OUTAGE_SECONDS]))
         at = round(rng.uniform(0, 0.1) + number * later, 3)
         events.append(
@@ -589,10 +589,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=4)
+    parser.add_argument("--kinds", nargs="+", choices=sorted(set(KINDS) - {"gone"}), default=KINDS)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(words)
     torch.set_num_threads(1)
-    trials = [drawn(seed) for seed in range(options.first_seed, options.first_seed + options.trials)]
+    seeds = range(options.first_seed, options.first_seed + options.trials)
+    trials = [drawn(seed, options.kinds) for seed in seeds]
     calm = in_a_process(calm_model)
     options.out.mkdir(parents=True, exist_ok=True)
 

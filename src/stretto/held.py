@@ -5,6 +5,7 @@ what a rank has already does not move. What some rank lacks travels over the gro
 a time, from the ranks that would have written it into a checkpoint. So both ways end with the same bits.
 """
 
+import bisect
 import copy
 import dataclasses
 import json
@@ -18,12 +19,13 @@ from torch import Tensor
 from stretto.continuation import Continuation, Loader, Whole
 from stretto.engine.state import State
 from stretto.errors import CheckpointError, TornCheckpoint
-from stretto.flat import PartedTensor
+from stretto.flat import Part, PartedTensor
 from stretto.optimizer import name_of
 from stretto.packed import pack, unpack
 
-_TOGETHER_BYTES = 2**24
-"""Entries that travel in one record have so many bytes at most, unless one has more."""
+_ROUND_BYTES = 2**25
+"""What all ranks together send in one round at most, unless a value that cannot be cut has more: every rank has room
+for so much, beside its state."""
 _SMALL_BYTES = 64
 """About what a number takes."""
 
@@ -70,11 +72,6 @@ class Held:
         """What is the same on all ranks that hold the state."""
         return [self.step, self.strategy, self.optimizer, self.world_size, self.layout]
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """About how many bytes each entry has."""
-        return {name: _size(entry) for name, entry in self.entries.items()}
-
     def written(self) -> bytes:
         """Return what the rank would have written into a checkpoint, for `read_share`.
 
@@ -93,7 +90,7 @@ class Held:
         return pack([self.header, plain, index, values], "a rank's share of the state")
 
 
-def read_share(content: bytes) -> Held:
+def read_share(content: bytes | memoryview) -> Held:
     """Return the share from which `Held.written` has made these bytes.
 
     Raises:
@@ -199,22 +196,17 @@ class Holding:
     def __init__(self, shares: Sequence[Held], gather: Gather) -> None:
         self._shares = shares
         self._gather = gather
-        told = self._tell([[share.header for share in shares], [share.sizes for share in shares]])
-        headers = [header for found, _ in told for header in found]
+        told = self._tell([[share.header, list(share.entries)] for share in shares])
+        self._most_bytes = _ROUND_BYTES // len(told)
+        headers = [header for found in told for header, _ in found]
         if not headers or headers.count(headers[0]) < len(headers):
             raise CheckpointError(
                 f"states in memory: expected shares of one job at one update, found {headers or 'none'} (update, "
                 "strategy, optimizer, ranks and layout of each)"
             )
         self.step, self.strategy, self.optimizer, self.world_size, self.layout = headers[0]
-        self._sizes: dict[str, int] = {}
-        for name, size in (one for _, found in told for sizes in found for one in sizes.items()):
-            self._sizes[name] = self._sizes.get(name, 0) + size
-
-    @property
-    def names(self) -> set[str]:
+        self.names = {name for found in told for _, names in found for name in names}
         """Every entry that some rank holds."""
-        return set(self._sizes)
 
     def read(self, state: State, *, moves: bool) -> list[str]:
         """Fill the blank entries of `state`; return the names of those of which ranks do not hold all.
@@ -224,41 +216,48 @@ class Holding:
             moves: Whether to take everything from the ranks that would have written it: other ranks go on.
         """
         wanted = {name: (into, key) for into, key, name, _ in _entries(state)}
-        lacking = sorted(name for name, place in wanted.items() if moves or not self._fill(name, place))
-        missing = []
+        lacking = sorted(name for name, place in wanted.items() if moves or not _fill(place, self._own(name)))
         lacked = {name for told in self._tell(lacking) for name in told}
-        for names in self._together(sorted(lacked)):
-            records = [unpack(record, "entries") for record in self._gather(self._written(names))]
-            for name in names:
-                found = [one for record in records for one in record[name]]
-                if name in wanted and not _fill(wanted[name], found):
-                    missing.append(name)
-        return missing
+        arriving = {name: _Arriving(*wanted[name]) for name in sorted(lacked & wanted.keys())}
+        batches = list(self._batches(sorted(lacked)))
+        for index in range(max(self._tell(len(batches)))):
+            record = _record(batches[index] if index < len(batches) else [])
+            for rank, found in enumerate(self._gather(record)):
+                for name, *piece in _pieces_of(found):
+                    if name in arriving:
+                        arriving[name].take(rank, piece)
+        return [name for name, entry in arriving.items() if not entry.is_whole()]
 
-    def _together(self, names: Sequence[str]) -> Iterator[list[str]]:
-        """Yield names in groups that travel together, the same on all ranks: most entries are small."""
-        group: list[str] = []
+    def _batches(self, names: Sequence[str]) -> Iterator[list[Any]]:
+        """Yield what this rank's shares would have written of some entries, as much at a time as may travel."""
+        batch: list[Any] = []
         size = 0
         for name in names:
-            size += self._sizes.get(name, 0)
-            if group and size > _TOGETHER_BYTES:
-                yield group
-                group, size = [], self._sizes.get(name, 0)
-            group.append(name)
-        if group:
-            yield group
+            for piece in self._pieces(name):
+                more = piece[-1].nbytes if isinstance(piece[-1], Tensor) else _size(piece[-1])
+                if batch and size + more > self._most_bytes:
+                    yield batch
+                    batch, size = [], 0
+                batch.append([name, *piece])
+                size += more
+        if batch:
+            yield batch
 
-    def _fill(self, name: str, place: tuple[Any, Any]) -> bool:
-        return _fill(place, self._own(name))
-
-    def _written(self, names: Sequence[str]) -> bytes:
-        """Return what this rank's shares would have written of some entries."""
-        return pack({name: [_as_plain(entry) for entry in self._own(name)] for name in names}, "entries")
+    def _pieces(self, name: str) -> Iterator[list[Any]]:
+        """Yield an entry in pieces: its value alone, or shape, dtype, first element and a part of a run."""
+        for entry in self._own(name):
+            if not isinstance(entry, Runs):
+                yield [entry]
+                continue
+            most = max(1, self._most_bytes // entry.dtype.itemsize)
+            for start, run in entry.own.runs:
+                flat = run.reshape(-1)
+                for begin in range(0, flat.numel(), most):
+                    yield [list(entry.shape), str(entry.dtype), start + begin, flat[begin : begin + most]]
 
     def _own(self, name: str) -> list[Any]:
-        """Return what this rank holds of an entry: runs, or the value alone in a list."""
-        found = [share.entries[name] for share in self._shares if name in share.entries]
-        return [entry if isinstance(entry, Runs) else [entry] for entry in found]
+        """Return what this rank holds of an entry."""
+        return [share.entries[name] for share in self._shares if name in share.entries]
 
     def _tell(self, value: Any) -> list[Any]:
         records = self._gather(zlib.compress(json.dumps(value).encode(), level=1))
@@ -285,36 +284,115 @@ def _entry(value: Any, *, copies: bool) -> Any:
     return copy.deepcopy(value) if copies else value
 
 
-def _as_plain(entry: Any) -> Any:
-    """Return what a rank writes of an entry as a list of shape, dtype and runs."""
-    if not isinstance(entry, Runs):
-        return entry
-    runs = [(start, run.clone()) for start, run in entry.own.runs]
-    return [list(entry.shape), str(entry.dtype), runs]
+def _record(pieces: Sequence[Sequence[Any]]) -> bytes:
+    """Return pieces as bytes; parts of runs of one dtype are one tensor in them."""
+    plain = [list(piece) for piece in pieces if len(piece) == 2]
+    runs = [piece for piece in pieces if len(piece) > 2]
+    flats: dict[str, list[Tensor]] = {}
+    for _, _, dtype, _, part in runs:
+        flats.setdefault(dtype, []).append(part.cpu())
+    index = [[name, shape, dtype, start, part.numel()] for name, shape, dtype, start, part in runs]
+    return pack([plain, index, {dtype: torch.cat(parts) for dtype, parts in flats.items()}], "entries")
+
+
+def _pieces_of(record: bytes) -> Iterator[list[Any]]:
+    """Yield the pieces of which `_record` has made these bytes."""
+    plain, index, values = unpack(record, "entries")
+    yield from plain
+    places = dict.fromkeys(values, 0)
+    for name, shape, dtype, start, numel in index:
+        yield [name, shape, dtype, start, values[dtype][places[dtype] : places[dtype] + numel]]
+        places[dtype] += numel
+
+
+class _Arriving:
+    """An entry that comes from other ranks, piece by piece."""
+
+    def __init__(self, into: dict[str, Any], key: str) -> None:
+        self._into, self._key = into, key
+        self._wanted = into[key] if isinstance(into[key], PartedTensor) else None
+        parts = [] if self._wanted is None else self._wanted.parts.values()
+        parts = sorted((part for part in parts if part.value is None), key=lambda part: part.box.start)
+        self._blanks = [_Blank(part, into[key].dtype) for part in parts]
+        self._starts = [part.box.start for part in parts]
+        self._fits = True
+        self._from: int | None = None
+
+    def take(self, rank: int, piece: Sequence[Any]) -> None:
+        """Take a piece that a rank has written; of a value that several have written, the first rank's."""
+        if self._wanted is None:
+            if self._from is None or rank < self._from:
+                self._from, (self._into[self._key],) = rank, piece
+            return
+        shape, dtype, start, run = piece
+        if shape != list(self._wanted.shape) or dtype != str(self._wanted.dtype):
+            self._fits = False
+            return
+        first = max(0, bisect.bisect_right(self._starts, start) - 1)
+        for blank in self._blanks[first : bisect.bisect_left(self._starts, start + run.numel())]:
+            blank.take(start, run)
+
+    def is_whole(self) -> bool:
+        """Return whether all has come; its place is filled then."""
+        if self._wanted is None:
+            return self._from is not None
+        if not self._fits or not all([blank.is_whole for blank in self._blanks]):
+            return False
+        for blank in self._blanks:
+            blank.fill()
+        return True
+
+
+class _Blank:
+    """A part of a tensor, filled run by run."""
+
+    def __init__(self, part: Part, dtype: torch.dtype) -> None:
+        self._part = part
+        self._value = torch.empty(part.box.numel, dtype=dtype)
+        self._runs: dict[int, int] = {}  # first element and length of what has come; disjoint
+
+    def take(self, start: int, run: Tensor) -> None:
+        """Take what a run has of it."""
+        box = self._part.box
+        begin, end = max(start, box.start), min(start + run.numel(), box.start + box.numel)
+        if begin < end:
+            self._value[begin - box.start : end - box.start] = run[begin - start : end - start]
+            self._runs[begin] = max(end - begin, self._runs.get(begin, 0))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it has come."""
+        place, end = self._part.box.start, self._part.box.start + self._part.box.numel
+        for begin, numel in sorted(self._runs.items()):
+            if begin > place:
+                return False
+            place = max(place, begin + numel)
+        return place >= end
+
+    def fill(self) -> None:
+        """Put it into its place."""
+        self._part.fill(self._value)
 
 
 def _size(entry: Any) -> int:
-    if isinstance(entry, Runs):
-        return sum(run.nbytes for _, run in entry.own.runs)
     return len(entry) if isinstance(entry, bytes) else _SMALL_BYTES
 
 
 def _fill(place: tuple[Any, Any], found: Sequence[Any]) -> bool:
-    """Put an entry into its place, out of what is found of it; return whether all of it is there."""
+    """Put an entry into its place, out of what this rank holds of it; return whether all of it is there."""
     into, key = place
     wanted = into[key]
     if not isinstance(wanted, PartedTensor):
-        for (value,) in found:
+        for value in found:
             into[key] = value
             return True
         return False
     runs: dict[int, Tensor] = {}
     for one in found:
-        shape, dtype, held = (list(one.shape), str(one.dtype), one.runs) if isinstance(one, Runs) else one
-        if shape != list(wanted.shape) or dtype != str(wanted.dtype):
+        if one.shape != tuple(wanted.shape) or one.dtype != wanted.dtype:
             return False
-        for start, run in held:
-            runs.setdefault(start, run)  # of several ranks that write the same, the first
+        for start, run in one.runs:
+            runs.setdefault(start, run)  # of several shares that have the same, the first
     blanks = [part for part in wanted.parts.values() if part.value is None]
     values = [_run(runs, part.box.start, part.box.numel, wanted.dtype) for part in blanks]
     whole = [value for value in values if value is not None]

@@ -71,7 +71,7 @@ def pack(value: Any, what: str) -> bytes:
     return packed
 
 
-def unpack(packed: bytes, what: str, place: str | Callable[[Any, str], Any] = "cpu") -> Any:
+def unpack(packed: bytes | memoryview, what: str, place: str | Callable[[Any, str], Any] = "cpu") -> Any:
     """Return what `pack` was given.
 
     Args:

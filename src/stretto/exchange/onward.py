@@ -10,7 +10,9 @@ from stretto.exchange.transfer import Transfer
 from stretto.groups.collectives import method_of
 
 
-def pass_on(exchange: Exchange, content: bytes, lengths: Sequence[int], distance: int) -> bytes:
+def pass_on(
+    exchange: Exchange, content: bytes | memoryview, lengths: Sequence[int], distance: int
+) -> memoryview:
     """Send bytes to the rank `distance` further on, and return those of the rank as much before; all ranks must call.
 
     Args:
@@ -23,13 +25,15 @@ def pass_on(exchange: Exchange, content: bytes, lengths: Sequence[int], distance
     to, source = (rank + distance) % world_size, (rank - distance) % world_size
     device = exchange.layout.sets[0].device
     all_to_all = method_of(exchange.group, "all_to_all_single")
-    outgoing = torch.frombuffer(bytearray(content), dtype=torch.int8).split(LARGEST_BROADCAST)
+    outgoing = memoryview(content)
     received = torch.empty(lengths[source], dtype=torch.int8)
     places = received.split(LARGEST_BROADCAST)
     nothing = received[:0]
 
     def transfer(index: int) -> Transfer:
-        own = outgoing[index] if index < len(outgoing) else nothing
+        begin = index * LARGEST_BROADCAST
+        part = bytearray(outgoing[begin : begin + LARGEST_BROADCAST])
+        own = torch.frombuffer(part, dtype=torch.int8) if part else nothing
         place = places[index] if index < len(places) else nothing
         arriving = place if device.type == "cpu" else torch.empty_like(place, device=device)
         splits = [own.numel() * (other == to) for other in range(world_size)]
@@ -40,4 +44,4 @@ def pass_on(exchange: Exchange, content: bytes, lengths: Sequence[int], distance
 
     exchange.count_sent(len(content))
     exchange.run(in_flight(map(transfer, range(-(-max(lengths) // LARGEST_BROADCAST)))))
-    return received.numpy().tobytes()
+    return received.numpy().data

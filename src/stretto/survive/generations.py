@@ -19,7 +19,6 @@ from stretto.checkpoint.ranks import Ranks
 from stretto.continuation import Loader
 from stretto.errors import TornCheckpoint
 from stretto.exchange.onward import pass_on
-from stretto.packed import pack, unpack
 from stretto.parallel import DataParallel
 
 _KEPT = 2
@@ -43,7 +42,7 @@ class Share:
     owners: int
     """How many shares the generation has."""
     digest: str
-    content: bytes
+    content: bytes | memoryview
 
     @property
     def is_sound(self) -> bool:
@@ -119,14 +118,14 @@ class Memory:
         Raises:
             TornCheckpoint: No generation is whole: ranks have died together with those that held their copies.
         """
-        found: dict[Generation, dict[int, int]] = {}
+        holders: dict[Generation, dict[int, list[int]]] = {}
         owners: dict[Generation, int] = {}
         told = Ranks(parallel).gather("looking for a generation in memory", self._inventory)
         for rank, (_, inventory) in enumerate(told):
             for term, step, owner, number in inventory:
                 owners[Generation(term, step)] = number
-                found.setdefault(Generation(term, step), {}).setdefault(owner, rank)
-        whole = [one for one, givers in found.items() if len(givers) == owners[one]]
+                holders.setdefault(Generation(term, step), {}).setdefault(owner, []).append(rank)
+        whole = [one for one, found in holders.items() if len(found) == owners[one]]
         if not whole and any(knows_of_none for knows_of_none, _ in told):
             return None
         if not whole:
@@ -135,25 +134,39 @@ class Memory:
                 "shares; start the job again from its last checkpoint"
             )
         chosen = max(whole)
-        mine = [owner for owner, giver in found[chosen].items() if giver == parallel.rank]
-        given = {owner: self._shares[chosen][owner] for owner in mine}
         self._shares = {one: shares for one, shares in self._shares.items() if one <= chosen}
-        restored = load(parallel, [held.read_share(share.content) for share in given.values()], loader=loader)
-        self._double(parallel, chosen, given)
+        mine = [owner for owner, ranks in holders[chosen].items() if ranks[0] == parallel.rank]
+        restored = load(
+            parallel, [held.read_share(self._shares[chosen][owner].content) for owner in mine], loader=loader
+        )
+        self._double(parallel, chosen, holders[chosen])
         return restored
 
-    def _double(self, parallel: DataParallel, generation: Generation, given: Mapping[int, Share]) -> None:
-        """Give another rank a copy of those shares of a generation that this one alone may have."""
-        content = pack(
-            {str(owner): [share.owners, share.digest, share.content] for owner, share in given.items()},
-            "shares",
-        )
-        record = len(content), socket.gethostname()
-        records = Ranks(parallel).gather("giving out copies of shares", lambda: record)
-        _, copied = _passed_on(parallel, content, records)
+    def _double(
+        self, parallel: DataParallel, generation: Generation, holders: Mapping[int, Sequence[int]]
+    ) -> None:
+        """Give another rank a copy of those shares of a generation that one alone has.
+
+        Args:
+            parallel: The job.
+            generation: Which.
+            holders: Of each share, the ranks that have it.
+        """
         shares = self._shares.setdefault(generation, {})
-        for owner, (owners, digest, share) in unpack(copied, "shares").items():
-            shares.setdefault(int(owner), Share(owners, digest, share))
+        alone = [owner for owner, ranks in holders.items() if list(ranks) == [parallel.rank]]
+        records = [
+            [owner, shares[owner].owners, shares[owner].digest, len(shares[owner].content)] for owner in alone
+        ]
+        told: list[Any] = Ranks(parallel).gather(
+            "giving out copies of shares", lambda: [socket.gethostname(), records]
+        )
+        for index in range(max(len(given) for _, given in told)):
+            content = shares[alone[index]].content if index < len(alone) else b""
+            lengths = [(given[index][3] if index < len(given) else 0, host) for host, given in told]
+            source, copied = _passed_on(parallel, content, lengths)
+            if index < len(told[source][1]):
+                owner, owners, digest, _ = told[source][1][index]
+                shares.setdefault(owner, Share(owners, digest, copied))
 
     def _inventory(self) -> tuple[bool, list[list[int]]]:
         return self._is_first and not self._shares, [
@@ -165,8 +178,8 @@ class Memory:
 
 
 def _passed_on(
-    parallel: DataParallel, content: bytes, records: Sequence[tuple[int, str]]
-) -> tuple[int, bytes]:
+    parallel: DataParallel, content: bytes | memoryview, records: Sequence[tuple[int, str]]
+) -> tuple[int, bytes | memoryview]:
     """Give bytes to another rank; return from whom others came, and those. Alone, a rank gets its own.
 
     Args:
@@ -195,5 +208,5 @@ def buddy_distance(hosts: Sequence[str]) -> int:
     return min(range(1, len(hosts)), key=alike)
 
 
-def _digest(content: bytes) -> str:
+def _digest(content: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(content)
