@@ -24,8 +24,7 @@ from stretto.optimizer import name_of
 from stretto.packed import pack, unpack
 
 _ROUND_BYTES = 2**25
-"""What all ranks together send in one round at most, unless a value that cannot be cut has more: every rank has room
-for so much, beside its state."""
+"""Every rank has room for so much, a few times, beside its state."""
 _SMALL_BYTES = 64
 """About what a number takes."""
 
@@ -188,16 +187,17 @@ class Holding:
     Args:
         shares: What this rank holds: one share as a rule, several where ranks have left, none on a rank that has come.
         gather: Over the ranks of the job that goes on.
+        round_bytes: What all ranks together send in one round at most, unless a value that cannot be cut has more.
 
     Raises:
         CheckpointError: No rank holds anything, or ranks hold states of different jobs or updates.
     """
 
-    def __init__(self, shares: Sequence[Held], gather: Gather) -> None:
+    def __init__(self, shares: Sequence[Held], gather: Gather, round_bytes: int = _ROUND_BYTES) -> None:
         self._shares = shares
         self._gather = gather
         told = self._tell([[share.header, list(share.entries)] for share in shares])
-        self._most_bytes = _ROUND_BYTES // len(told)
+        self._most_bytes = round_bytes // len(told)
         headers = [header for found in told for header, _ in found]
         if not headers or headers.count(headers[0]) < len(headers):
             raise CheckpointError(

@@ -1,0 +1,120 @@
+"""A state that ranks hold together, whoever has which part of it, comes to those who need it in rounds of any size."""
+
+import itertools
+import random
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from stretto.flat import Part, PartedTensor
+from stretto.flat.parted import cover
+from stretto.held import Held, Holding, Runs
+from stretto.packed import unpack
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64)
+LARGEST_ELEMENT = 8
+ZIP = b"PK"
+"""How records of values begin; those of names are JSON."""
+
+
+class Ranks:
+    """Threads that gather records."""
+
+    def __init__(self, ranks: int) -> None:
+        self._records = [b""] * ranks
+        self._barrier = threading.Barrier(ranks)
+        self.most_bytes = 0
+        """Of values in a record."""
+
+    def gather(self, rank: int) -> Callable[[bytes], Sequence[bytes]]:
+        def gather(record: bytes) -> list[bytes]:
+            self._records[rank] = record
+            if record.startswith(ZIP):
+                values = unpack(record, "a record")[2].values()
+                self.most_bytes = max(self.most_bytes, sum(value.nbytes for value in values))
+            self._barrier.wait()
+            records = list(self._records)
+            self._barrier.wait()
+            return records
+
+        return gather
+
+
+@dataclass
+class Case:
+    """Some entries, cut and dealt at random."""
+
+    ranks: int
+    round_bytes: int
+    whole: dict[str, Tensor] = field(default_factory=dict)
+    held: list[dict[str, Runs]] = field(default_factory=list)
+    wanted: list[dict[str, PartedTensor]] = field(default_factory=list)
+    lost: set[tuple[int, str]] = field(default_factory=set)
+    """Rank, and an entry of which it wants what nobody has."""
+
+
+def cuts(rng: random.Random, numel: int) -> list[tuple[int, int]]:
+    places = sorted({0, numel, *(rng.randint(0, numel) for _ in range(rng.randrange(6)))})
+    return list(itertools.pairwise(places))
+
+
+def drawn(seed: int) -> Case:
+    rng = random.Random(seed)
+    case = Case(ranks=rng.randint(1, 4), round_bytes=rng.choice([1, 100, 1000, 10**6]))
+    case.held = [{} for _ in range(case.ranks)]
+    case.wanted = [{} for _ in range(case.ranks)]
+    for number in range(rng.randint(1, 4)):
+        name, dtype = str(number), rng.choice(DTYPES)
+        shape = [rng.randint(0, 5) for _ in range(rng.randrange(4))]
+        case.whole[name] = whole = torch.arange(torch.Size(shape).numel()).to(dtype)
+        held: list[list[tuple[int, Tensor]]] = [[] for _ in range(case.ranks)]
+        gone: list[tuple[int, int]] = []
+        for begin, end in cuts(rng, whole.numel()):
+            having = rng.sample(range(case.ranks), rng.randint(1, case.ranks))
+            if rng.random() < 0.03:
+                gone.append((begin, end))
+                continue
+            for rank in having:
+                held[rank].append((begin, whole[begin:end]))
+        for rank in range(case.ranks):
+            if held[rank]:
+                runs = held[rank]
+                case.held[rank][f"model.{name}"] = Runs(tuple(shape), dtype, runs, [True] * len(runs))
+            begin, end = rng.choice(cuts(rng, whole.numel()) or [(0, 0)])
+            parts = [Part(box, None, False) for box in cover(shape, begin, end)]
+            case.wanted[rank][name] = PartedTensor(shape, dtype, parts)
+            if any(max(begin, first) < min(end, last) for first, last in gone):
+                case.lost.add((rank, name))
+    return case
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_who_lacks_something_gets_it_and_what_nobody_has_is_named(moves: bool) -> None:
+    for seed in range(60):
+        case = drawn(seed)
+        ranks = Ranks(case.ranks)
+
+        def read(rank: int, case: Case = case, ranks: Ranks = ranks) -> list[str]:
+            share = Held(
+                step=1, strategy="ddp", optimizer="SGD", world_size=2, layout="", entries=case.held[rank]
+            )
+            holding = Holding([share], ranks.gather(rank), case.round_bytes)
+            return holding.read({"model": case.wanted[rank]}, moves=moves)
+
+        with ThreadPoolExecutor(case.ranks) as pool:
+            missing = list(pool.map(read, range(case.ranks)))
+        for rank, names in enumerate(missing):
+            found = {name.removeprefix("model.") for name in names}
+            assert found == {name for one, name in case.lost if one == rank}, (seed, rank)
+            for name in case.wanted[rank].keys() - found:
+                for part in case.wanted[rank][name].parts.values():
+                    box = part.box
+                    assert part.value is not None, (seed, rank, name)
+                    expected = case.whole[name][box.start : box.start + box.numel]
+                    assert torch.equal(part.value.view(-1), expected), (seed, rank, name)
+        assert ranks.most_bytes <= max(LARGEST_ELEMENT, case.round_bytes // case.ranks), seed
