@@ -320,14 +320,15 @@ class _Arriving:
 
     def take(self, rank: int, piece: Sequence[Any]) -> None:
         """Take a piece that a rank has written; of a value that several have written, the first rank's."""
-        if self._wanted is None:
+        if self._wanted is None and len(piece) == 1:
             if self._from is None or rank < self._from:
-                self._from, (self._into[self._key],) = rank, piece
+                self._from, self._into[self._key] = rank, piece[0]
             return
-        shape, dtype, start, run = piece
-        if shape != list(self._wanted.shape) or dtype != str(self._wanted.dtype):
+        as_wanted = None if self._wanted is None else [list(self._wanted.shape), str(self._wanted.dtype)]
+        if piece[:2] != as_wanted:
             self._fits = False
             return
+        _, _, start, run = piece
         first = max(0, bisect.bisect_right(self._starts, start) - 1)
         for blank in self._blanks[first : bisect.bisect_left(self._starts, start + run.numel())]:
             blank.take(start, run)
@@ -335,7 +336,7 @@ class _Arriving:
     def is_whole(self) -> bool:
         """Return whether all has come; its place is filled then."""
         if self._wanted is None:
-            return self._from is not None
+            return self._fits and self._from is not None
         if not self._fits or not all([blank.is_whole for blank in self._blanks]):
             return False
         for blank in self._blanks:
