@@ -13,6 +13,7 @@ It needs a working tree of git, and the environment of the tests.
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import os
 import random
@@ -82,7 +83,7 @@ def places(tree: Path) -> dict[tuple[str, ...], tuple[str, int]]:
     return {key: place for key, place in found.items() if times[key] == 1}
 
 
-def drawn(before: Path, now: Path, faults: int, seed: int) -> list[Fault]:
+def drawn(before: Path, now: Path, faults: int, seed: int, packages: Sequence[str] | None) -> list[Fault]:
     """Return faults that can be planted in both trees, as many of each package as far as there are any."""
     old, by_package = places(before), dict[str, list[Fault]]()
     keys = {place: key for key, place in places(now).items()}
@@ -92,7 +93,7 @@ def drawn(before: Path, now: Path, faults: int, seed: int) -> list[Fault]:
             if key in old and (now / "tests" / Path(path).parts[2]).is_dir():
                 was, at = old[key]
                 package = Path(path).parts[2]
-                if (before / "tests" / package).is_dir():
+                if (before / "tests" / package).is_dir() and (packages is None or package in packages):
                     fault = Fault(package, (was, path), (at, number), line, planted)
                     by_package.setdefault(package, []).append(fault)
     rng = random.Random(seed)
@@ -152,6 +153,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "--before", required=True, help="a commit; this one's tests must pass in this environment"
     )
     parser.add_argument("--faults", type=int, default=120)
+    parser.add_argument("--packages", nargs="+", help="of these alone; otherwise of all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--part", type=int, nargs=2, default=[0, 1], metavar=("K", "N"), help="every N-th, from K"
@@ -163,10 +165,18 @@ def main(words: Sequence[str] | None = None) -> None:
     for tree, commit in zip(trees, (options.before, "HEAD"), strict=True):
         if not tree.exists():
             subprocess.run(["git", "worktree", "add", "--detach", str(tree), commit], cwd=ROOT, check=True)
+    sound: dict[tuple[Path, str], bool] = {}
     with open(options.out / f"faults-{part}.jsonl", "a") as out:
-        for fault in drawn(*trees, options.faults, options.seed)[part::parts]:
+        for fault in drawn(*trees, options.faults, options.seed, options.packages)[part::parts]:
+            folders = [fault.package, *ACROSS]
+            for tree, folder in itertools.product(trees, folders):
+                if (tree, folder) not in sound:
+                    sound[tree, folder] = passes(tree, folder)
+            if not all(sound[tree, folder] for tree, folder in itertools.product(trees, folders)):
+                print(f"{fault.package}: its tests fail here without a fault", flush=True)
+                continue
             began = time.monotonic()
-            by = [seen(tree, which, fault, [fault.package, *ACROSS]) for which, tree in enumerate(trees)]
+            by = [seen(tree, which, fault, folders) for which, tree in enumerate(trees)]
             row = asdict(fault) | {"seen_by": by, "seconds": round(time.monotonic() - began)}
             print(json.dumps(row), file=out, flush=True)
             print(fault.package, by, row["seconds"], fault.planted.strip(), flush=True)
