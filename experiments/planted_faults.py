@@ -62,8 +62,10 @@ def planted_in(text: str) -> Iterator[tuple[int, str, str]]:
         turned = TURNED.get(token.string)
         if token.type == tokenize.NUMBER and token.string.isdigit():
             turned = str(int(token.string) + 1)
+        if turned is None:
+            continue
         line, column = lines[token.start[0] - 1], token.start[1]
-        if turned is None or line.lstrip().startswith(("from ", "import ", "def ", "@", "raise ", 'f"')):
+        if line.lstrip().startswith(("from ", "import ", "def ", "@", "raise ", 'f"')):
             continue
         if token.string in "*-+" and line[column + 1 : column + 2] != " ":  # a star of arguments, a sign
             continue
