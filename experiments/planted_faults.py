@@ -33,7 +33,7 @@ TURNED = {
     "any": "all", "all": "any", "not": "",
 }  # fmt: skip
 """What stands in the place of a token. Integers become one more."""
-ACROSS = ("exactness", "strategies")
+ACROSS = ("exactness", "strategies", "checkpoint")
 """Folders whose tests cross packages."""
 SECONDS = 400.0
 """For the tests of one folder; a fault that makes them hang is seen."""
