@@ -5,7 +5,7 @@ dictionaries, tensors and NumPy arrays, and named tuples of the program's own mo
 they are written, unless the program has named them to PyTorch with `torch.serialization.add_safe_globals`.
 
 Note [Bytes]
-    PyTorch pickles bytes as text, which takes half as much again, and tens of seconds for a gigabyte. So what has more
+    PyTorch pickles bytes as text, which takes half as much again, and is slow to write and to read. So what has more
     than a few of them travels as a tensor.
 
 Note [Named tuples]
