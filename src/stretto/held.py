@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,10 +82,7 @@ class Held:
             [name, list(entry.shape), str(entry.dtype), [[start, run.numel()] for start, run in entry.runs]]
             for name, entry in runs.items()
         ]
-        flats: dict[str, list[Tensor]] = {}
-        for entry in runs.values():
-            flats.setdefault(str(entry.dtype), []).extend(run.reshape(-1).cpu() for _, run in entry.runs)
-        values = {dtype: torch.cat(parts) for dtype, parts in flats.items() if parts}
+        values = _joined((str(entry.dtype), run) for entry in runs.values() for _, run in entry.runs)
         return pack([self.header, plain, index, values], "a rank's share of the state")
 
 
@@ -234,7 +231,7 @@ class Holding:
         size = 0
         for name in names:
             for piece in self._pieces(name):
-                more = piece[-1].nbytes if isinstance(piece[-1], Tensor) else _size(piece[-1])
+                more = _size(piece[-1])
                 if batch and size + more > self._most_bytes:
                     yield batch
                     batch, size = [], 0
@@ -284,15 +281,20 @@ def _entry(value: Any, *, copies: bool) -> Any:
     return copy.deepcopy(value) if copies else value
 
 
+def _joined(runs: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return runs one after another, those of one dtype in one tensor on the host; each comes with its dtype."""
+    flats: dict[str, list[Tensor]] = {}
+    for dtype, run in runs:
+        flats.setdefault(dtype, []).append(run.reshape(-1).cpu())
+    return {dtype: torch.cat(parts) for dtype, parts in flats.items()}
+
+
 def _record(pieces: Sequence[Sequence[Any]]) -> bytes:
     """Return pieces as bytes; parts of runs of one dtype are one tensor in them."""
     plain = [list(piece) for piece in pieces if len(piece) == 2]
     runs = [piece for piece in pieces if len(piece) > 2]
-    flats: dict[str, list[Tensor]] = {}
-    for _, _, dtype, _, part in runs:
-        flats.setdefault(dtype, []).append(part.cpu())
     index = [[name, shape, dtype, start, part.numel()] for name, shape, dtype, start, part in runs]
-    return pack([plain, index, {dtype: torch.cat(parts) for dtype, parts in flats.items()}], "entries")
+    return pack([plain, index, _joined((dtype, part) for _, _, dtype, _, part in runs)], "entries")
 
 
 def _pieces_of(record: bytes) -> Iterator[list[Any]]:
@@ -375,8 +377,10 @@ class _Blank:
         self._part.fill(self._value)
 
 
-def _size(entry: Any) -> int:
-    return len(entry) if isinstance(entry, bytes) else _SMALL_BYTES
+def _size(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    return len(value) if isinstance(value, bytes) else _SMALL_BYTES
 
 
 def _fill(place: tuple[Any, Any], found: Sequence[Any]) -> bool:
