@@ -22,7 +22,7 @@ from stretto import (
 from stretto.strategies import Strategy
 from stretto_lab.estimate.times import kept_by_wire
 from tests.processes import run_ranks
-from tests.sharded.test_page import held_bytes
+from tests.sharded.test_page import bytes_beside, storages
 
 RANKS, WIDTH, LAYERS, UPDATES = 2, 256, 6, 4
 STRATEGIES: tuple[Strategy, ...] = (
@@ -36,19 +36,12 @@ STRATEGIES: tuple[Strategy, ...] = (
     Average(every=2),
 )
 WIRES = ("fp32", "bf16", "int4", "rotated2")
-
-
-LOOKS = 12
-
-
-def at_rest() -> int:
-    """Bytes that anything refers to. Other threads may be dropping some yet, so the least of several looks counts."""
-    return min(held_bytes() for _ in range(LOOKS))
+LOOKS = 3
 
 
 def held_by(strategy: Strategy, wire: str) -> float:
     """Bytes per parameter that a rank of a job holds between updates."""
-    before = at_rest()
+    before = storages()  # they live until the end: a thread of Gloo may still hold what it sent last
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     options = Options(bucket_bytes=2**14)
     parallel = DataParallel(
@@ -59,7 +52,7 @@ def held_by(strategy: Strategy, wire: str) -> float:
     parallel.commit()
     parallel.job.replica.wait_for_transfers()
     dist.barrier()  # a lane holds more as long as it waits for the other rank
-    held = at_rest() - before
+    held = min(bytes_beside(before) for _ in range(LOOKS))  # other threads may be dropping some yet
     parallel.finish()
     for thread in threading.enumerate():  # those of the job hold parts of it until they end
         if thread.name.startswith("stretto-"):

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Collection
 
 import pytest
 import torch
@@ -32,18 +33,23 @@ WITHIN = 0.013
 """Share by which what a rank holds may differ from the table: scratch, which does not grow with the model."""
 
 
-def held_bytes() -> int:
-    """Bytes of all storages that anything refers to."""
+def storages() -> dict[int, torch.UntypedStorage]:
+    """All storages that anything refers to, by address."""
     gc.collect()
     tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
     locals_of = [one.to_local().detach() if isinstance(one, DTensor) else one for one in tensors]
-    storages = [one.untyped_storage() for one in locals_of if one.layout is torch.strided]
-    return sum({one.data_ptr(): one.nbytes() for one in storages if one.data_ptr()}.values())
+    found = [one.untyped_storage() for one in locals_of if one.layout is torch.strided]
+    return {one.data_ptr(): one for one in found if one.data_ptr()}
+
+
+def bytes_beside(before: Collection[int]) -> int:
+    """Bytes of all storages but those at these addresses, which must be alive."""
+    return sum(one.nbytes() for address, one in storages().items() if address not in before)
 
 
 def held_by(strategy: Strategy, mesh: DeviceMesh) -> float:
     """Bytes per parameter of the model that a rank of a job holds between updates."""
-    before = held_bytes()
+    before = storages()  # they live until the end, as others may drop them meanwhile
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     for layer in (*model, model):
         fully_shard(layer, mesh=mesh["shard"])
@@ -57,7 +63,7 @@ def held_by(strategy: Strategy, mesh: DeviceMesh) -> float:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    held = held_bytes() - before
+    held = bytes_beside(before)
     parallel.finish()
     return held / (LAYERS * WIDTH**2)
 
