@@ -2,7 +2,7 @@
 
 Three ranks of one machine train for a while under `stretto.survives`. Of every keeping the time is measured, in which
 the rank does not train, and the bytes that it sends, by the job's own ledger. Beside it stands what copying and hashing
-as many bytes takes.
+as many bytes takes, on all ranks at once.
 
     python benchmarks/copies.py --out benchmarks/results/DATE-copies
 """
@@ -38,6 +38,7 @@ def work(rank: int, port: int, width: int, strategy: str, seconds: float, out: P
     kept: list[dict[str, Any]] = []
 
     def train(term: st.Term) -> dict[str, Any]:
+        handing_over = 0.0
         parallel = st.DataParallel(
             model, optimizer, STRATEGIES[strategy](), micro_batches=2, group=term.group
         )
@@ -50,16 +51,27 @@ def work(rank: int, port: int, width: int, strategy: str, seconds: float, out: P
                     continue
                 before, at = parallel.sent_bytes, time.perf_counter()
                 term.keep(parallel)
+                took = time.perf_counter() - at
                 if parallel.sent_bytes > before:
-                    took = time.perf_counter() - at
                     kept.append(
                         {"update": update.step, "seconds": took, "bytes": parallel.sent_bytes - before}
                     )
+                elif kept:
+                    handing_over += took
                 if time.perf_counter() > ends:
                     parallel.stop()
             total = time.perf_counter() - began
             parallel.finish()
-        return {"seconds": total, "updates": parallel.steps, "sent_bytes": parallel.sent_bytes, "kept": kept}
+        return {
+            "seconds": total,
+            "updates": parallel.steps,
+            "sent_bytes": parallel.sent_bytes,
+            "kept": kept,
+            "handing_over_seconds": handing_over,
+            "copy_and_digest_seconds": statistics.median(
+                copied_and_hashed(kept[-1]["bytes"]) for _ in range(5)
+            ),
+        }
 
     store = TCPStore("127.0.0.1", port, is_master=False)
     told = st.survives(train, store=store, rank=rank, ranks=RANKS)
@@ -90,9 +102,13 @@ def measure(width: int, strategy: str, seconds: float, out: Path) -> dict[str, A
         "update_seconds": ranks[0]["seconds"] / ranks[0]["updates"],
         "kept_at": steps,
         "keep_seconds": max(each),
-        "copy_and_digest_seconds": copied_and_hashed(num_bytes),
+        "copy_and_digest_seconds": max(told["copy_and_digest_seconds"] for told in ranks),
         "bytes": num_bytes,
-        "share_of_time": max(sum(one["seconds"] for one in told["kept"]) / told["seconds"] for told in ranks),
+        "handing_over_seconds": max(told["handing_over_seconds"] / len(told["kept"]) for told in ranks),
+        "share_of_time": max(
+            (told["handing_over_seconds"] + sum(one["seconds"] for one in told["kept"])) / told["seconds"]
+            for told in ranks
+        ),
         "share_of_bytes": max(
             sum(one["bytes"] for one in told["kept"]) / told["sent_bytes"] for told in ranks
         ),

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from stretto.engine.state import State
 from stretto.errors import CheckpointError, TornCheckpoint
 from stretto.flat import Part, PartedTensor
 from stretto.optimizer import name_of
-from stretto.packed import pack, unpack
+from stretto.packed import pack_elements, unpack_elements
 
 _ROUND_BYTES = 2**25
 """Every rank has room for so much, a few times, beside its state."""
@@ -71,36 +71,34 @@ class Held:
         """What is the same on all ranks that hold the state."""
         return [self.step, self.strategy, self.optimizer, self.world_size, self.layout]
 
-    def written(self) -> bytes:
-        """Return what the rank would have written into a checkpoint, for `read_share`.
-
-        Values of one dtype are one tensor in it: a model of many small ones has thousands of runs.
-        """
+    def written(self) -> memoryview:
+        """Return what the rank would have written into a checkpoint, for `read_share`."""
         plain = {name: entry for name, entry in self.entries.items() if not isinstance(entry, Runs)}
         runs = {name: entry.own for name, entry in self.entries.items() if isinstance(entry, Runs)}
         index = [
             [name, list(entry.shape), str(entry.dtype), [[start, run.numel()] for start, run in entry.runs]]
             for name, entry in runs.items()
         ]
-        values = _joined((str(entry.dtype), run) for entry in runs.values() for _, run in entry.runs)
-        return pack([self.header, plain, index, values], "a rank's share of the state")
+        values = [run for entry in runs.values() for _, run in entry.runs]
+        return pack_elements([self.header, plain, index], values, "a rank's share of the state")
 
 
 def read_share(content: bytes | memoryview) -> Held:
-    """Return the share from which `Held.written` has made these bytes.
+    """Return the share from which `Held.written` has made these bytes, which stay as they are.
 
     Raises:
         UnsafeValue: They are something else.
     """
-    header, plain, index, values = unpack(content, "a rank's share of the state")
+    (header, plain, index), elements = unpack_elements(content, "a rank's share of the state")
+    values = {dtype: found.clone() for dtype, found in elements.items()}
     entries: dict[str, Any] = dict(plain)
     places = dict.fromkeys(values, 0)
-    for name, shape, dtype, runs in index:
-        held = []
+    for name, shape, of, runs in index:
+        dtype, held = _dtype(of), []
         for start, numel in runs:
             held.append((start, values[dtype][places[dtype] : places[dtype] + numel]))
             places[dtype] += numel
-        entries[name] = Runs(tuple(shape), getattr(torch, dtype.partition(".")[2]), held, [True] * len(held))
+        entries[name] = Runs(tuple(shape), dtype, held, [True] * len(held))
     step, strategy, optimizer, world_size, layout = header
     return Held(
         step=step,
@@ -281,29 +279,27 @@ def _entry(value: Any, *, copies: bool) -> Any:
     return copy.deepcopy(value) if copies else value
 
 
-def _joined(runs: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return runs one after another, those of one dtype in one tensor on the host; each comes with its dtype."""
-    flats: dict[str, list[Tensor]] = {}
-    for dtype, run in runs:
-        flats.setdefault(dtype, []).append(run.reshape(-1).cpu())
-    return {dtype: torch.cat(parts) for dtype, parts in flats.items()}
+def _dtype(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name.partition(".")[2])
+    return found
 
 
 def _record(pieces: Sequence[Sequence[Any]]) -> bytes:
-    """Return pieces as bytes; parts of runs of one dtype are one tensor in them."""
+    """Return pieces as bytes, for `_pieces_of`."""
     plain = [list(piece) for piece in pieces if len(piece) == 2]
     runs = [piece for piece in pieces if len(piece) > 2]
     index = [[name, shape, dtype, start, part.numel()] for name, shape, dtype, start, part in runs]
-    return pack([plain, index, _joined((dtype, part) for _, _, dtype, _, part in runs)], "entries")
+    return bytes(pack_elements([plain, index], [part for *_, part in runs], "entries"))
 
 
 def _pieces_of(record: bytes) -> Iterator[list[Any]]:
     """Yield the pieces of which `_record` has made these bytes."""
-    plain, index, values = unpack(record, "entries")
+    (plain, index), values = unpack_elements(record, "entries")
     yield from plain
     places = dict.fromkeys(values, 0)
-    for name, shape, dtype, start, numel in index:
-        yield [name, shape, dtype, start, values[dtype][places[dtype] : places[dtype] + numel]]
+    for name, shape, of, start, numel in index:
+        dtype = _dtype(of)
+        yield [name, shape, of, start, values[dtype][places[dtype] : places[dtype] + numel]]
         places[dtype] += numel
 
 

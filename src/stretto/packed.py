@@ -8,6 +8,14 @@ Note [Bytes]
     PyTorch pickles bytes as text, which takes half as much again, and is slow to write and to read. So what has more
     than a few of them travels as a tensor.
 
+Note [Elements]
+    A share of a state is a few names and many elements. PyTorch would copy these twice, and sum them up for its
+    archive. `pack_elements` writes the rest as a *head*, and after it the elements as they lie in memory:
+
+        length of the head (8 bytes) | head | elements of one dtype | elements of the next | ...
+
+    Each begins at a multiple of 64 bytes, with zeros before it.
+
 Note [Named tuples]
     A named tuple travels as a dictionary of its class's name and its values. Where it is read, the class is looked up
     among the modules that the program has imported, must be a named tuple, and none of its methods is called.
@@ -17,11 +25,12 @@ import io
 import pickle
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from stretto.errors import UnsafeValue
 
@@ -36,6 +45,7 @@ _BYTES = "stretto: bytes"
 """Key of the dictionary that stands for a stream of bytes and for empty ones, which PyTorch would have to call, and for
 many; see Note [Bytes]."""
 _FEW_BYTES = 256
+_LENGTH_BYTES, _ALIGNED_BYTES = 8, 64
 _EMPTY_ARRAY = "stretto: empty array"
 """Key of the dictionary that stands for a NumPy array of no elements, for which PyTorch would have to call, too."""
 _NAMED_TUPLE = "stretto: named tuple"
@@ -90,6 +100,63 @@ def unpack(packed: bytes | memoryview, what: str, place: str | Callable[[Any, st
             f"{what} is refused ({_reason(error)}): {_EXPECTED}; other classes have to be named with "
             "torch.serialization.add_safe_globals"
         ) from error
+
+
+def pack_elements(value: Any, runs: Iterable[Tensor], what: str) -> memoryview:
+    """Return `value` and the elements of tensors as bytes that `unpack_elements` can read; see Note [Elements].
+
+    Args:
+        value: To be packed.
+        runs: Without gradients of their own; strided, of any dtypes, on any device.
+        what: Names it in messages.
+
+    Raises:
+        UnsafeValue: `value` holds something that only pickle could read again.
+    """
+    by_dtype: dict[str, list[Tensor]] = {}
+    for run in runs:
+        by_dtype.setdefault(str(run.dtype), []).append(run.reshape(-1).cpu())
+    numels = {dtype: sum(run.numel() for run in parts) for dtype, parts in by_dtype.items()}
+    head = pack([numels, value], what)
+    sizes = [_LENGTH_BYTES + len(head), *[sum(run.nbytes for run in parts) for parts in by_dtype.values()]]
+    begins = _begins(sizes)
+    content = torch.empty(begins[-1], dtype=torch.uint8)
+    for begin, size, end in zip(begins[:-1], sizes, begins[1:], strict=True):
+        content[begin + size : end] = 0
+    whole = content.numpy().data
+    whole[: sizes[0]] = len(head).to_bytes(_LENGTH_BYTES) + head
+    for parts, begin, size in zip(by_dtype.values(), begins[1:-1], sizes[1:], strict=True):
+        torch.cat(parts, out=content[begin : begin + size].view(parts[0].dtype))
+    return whole
+
+
+def unpack_elements(content: bytes | memoryview, what: str) -> tuple[Any, dict[torch.dtype, Tensor]]:
+    """Return the value that `pack_elements` was given, and by dtype the elements, in the order of the tensors.
+
+    Elements may lie in the memory of `content`: who goes on to change either copies them.
+
+    Raises:
+        UnsafeValue: As for `unpack`.
+    """
+    end = _LENGTH_BYTES + int.from_bytes(memoryview(content)[:_LENGTH_BYTES])
+    numels, value = unpack(memoryview(content)[_LENGTH_BYTES:end], what)
+    dtypes = {getattr(torch, name.partition(".")[2]): numel for name, numel in numels.items()}
+    begins = _begins([end, *[dtype.itemsize * numel for dtype, numel in dtypes.items()]])
+    if len(content) != begins[-1]:
+        raise UnsafeValue(f"{what}: expected {begins[-1]} bytes, found {len(content)}")
+    whole = torch.frombuffer(bytearray(content) if isinstance(content, bytes) else content, dtype=torch.uint8)
+    return value, {
+        dtype: whole[begin : begin + dtype.itemsize * numel].view(dtype)
+        for (dtype, numel), begin in zip(dtypes.items(), begins[1:-1], strict=True)
+    }
+
+
+def _begins(sizes: Sequence[int]) -> list[int]:
+    """Return where parts of these sizes begin, and where the last one ends."""
+    begins = [0]
+    for size in sizes:
+        begins.append(-(-(begins[-1] + size) // _ALIGNED_BYTES) * _ALIGNED_BYTES)
+    return begins
 
 
 def _is_readable(value: Any) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stretto.errors import UnsafeValue
-from stretto.packed import _FEW_BYTES, pack, unpack
+from stretto.packed import _FEW_BYTES, pack, pack_elements, unpack, unpack_elements
 
 PACKED_MORE_BYTES = 2048
 """Names and lengths in the archive, for one value."""
@@ -73,3 +73,41 @@ def test_whatever_is_packed_comes_back_and_what_would_not_is_refused() -> None:
 def test_bytes_take_as_much_room_as_they_have(content: bytes) -> None:
     assert len(pack({"state": [content]}, "a value")) < len(content) + PACKED_MORE_BYTES
     assert len(pack(io.BytesIO(content), "a value")) < len(content) + PACKED_MORE_BYTES
+
+
+ELEMENTS = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64,
+    torch.uint8, torch.bool,
+)  # fmt: skip
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def test_elements_come_back_to_the_bit_in_their_order_beside_what_describes_them() -> None:
+    rng, draws = random.Random(0), torch.Generator().manual_seed(0)
+    for _ in range(300):
+        value = {"names": [rng.randbytes(rng.choice([0, 3, 1000])) for _ in range(rng.randrange(3))]}
+        runs = []
+        for _ in range(rng.randrange(8)):
+            dtype = rng.choice(ELEMENTS)
+            rows = torch.randint(0, 2, (rng.choice([0, 1, 7, 64, 1000]), 2 * dtype.itemsize), generator=draws)
+            run = rows.to(torch.uint8).view(dtype)
+            runs.append(rng.choice([run, run[:, :1], run.T]))
+        content = pack_elements(value, runs, "a share")
+        described, elements = unpack_elements(rng.choice([content, bytes(content)]), "a share")
+        assert described == value
+        expected: dict[torch.dtype, bytes] = {}
+        for run in runs:
+            expected[run.dtype] = expected.get(run.dtype, b"") + bits(run)
+        assert {dtype: bits(found) for dtype, found in elements.items()} == expected
+        most = sum(run.nbytes for run in runs) + len(pack(value, "")) + PACKED_MORE_BYTES
+        assert len(content) <= most
+
+
+@pytest.mark.parametrize("cut", [0, 5, 100, -64])
+def test_elements_that_were_cut_off_are_refused(cut: int) -> None:
+    content = pack_elements(["names"], [torch.arange(100)], "a share")
+    with pytest.raises(UnsafeValue, match="a share"):
+        unpack_elements(content[:cut], "a share")

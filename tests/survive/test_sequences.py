@@ -74,7 +74,7 @@ class Trial:
         """Let all live."""
         survive(
             VirtualCluster(self.case.ranks, compute=Compute(micro_batch_ns=SECOND // 10), seed=self.seed),
-            training(self.case, self.lives, lambda term: self.processes[term.seats[term.rank]].struck(term)),
+            training(self.case, self.lives),
             every=self.case.every,
             again_ns=self.again_ns,
             silent_ns=round(SILENT_SECONDS * SECOND),
@@ -151,11 +151,6 @@ class Process(Membership):
                 self.is_out_of.add(self.term)
             self._group.stop(sleeps_ns)
 
-    def struck(self, term: st.Term) -> "Struck":
-        """The group of a term, in whose collectives moments come."""
-        self.term = term.number
-        return Struck(term.group, self, term.number)
-
     # Membership in virtual time
 
     def _bounded(self, work: Callable[[], Any]) -> Any:
@@ -188,8 +183,8 @@ class Process(Membership):
         if number and self._rng.random() < 0.12:
             self._draw_strike(self._moments + self._rng.randrange(1, MOMENTS_OF_A_RECOVERY))
         self.passes()
-        self._group = VirtualLeavable(self._survival, number, seats, self.seat)
-        return self._group
+        self.term, self._group = number, VirtualLeavable(self._survival, number, seats, self.seat)
+        return Struck(self._group, self, number)
 
     def following(self, ended: Ended) -> tuple[int, Sequence[int]]:
         """Somebody may be blamed, rightly or not."""
@@ -304,8 +299,8 @@ def position_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the last rank was in its data is forgotten when ranks come or go."""
     load = Memory.load
 
-    def forgets(memory: Memory, parallel: st.DataParallel, **more: Any) -> Any:
-        restored = load(memory, parallel, **more)
+    def forgets(memory: Memory, parallel: st.DataParallel, *more: Any, **named: Any) -> Any:
+        restored = load(memory, parallel, *more, **named)
         if restored is None or len(restored.loader_states) == parallel.world_size:
             return restored
         return dataclasses.replace(restored, loader_states=restored.loader_states[:-1])

@@ -3,12 +3,14 @@
 What each rank would have written into a checkpoint is its *share*. A rank keeps its own share and that of another rank,
 on another machine where there is one, so that every share is there twice. A generation is whole if each of its shares
 is in some living rank's memory. That is found from what members hold, and not from a word that some have heard and
-others not. Two generations are kept, because ranks may be lost in the middle of a newer one.
+others not. Two generations are kept, because ranks may be lost while copies of the newer one travel
+(`stretto.survive.copies`).
 """
 
 import dataclasses
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import xxhash
@@ -18,8 +20,8 @@ from stretto.checkpoint.load import Restored, load
 from stretto.checkpoint.ranks import Ranks
 from stretto.continuation import Loader
 from stretto.errors import TornCheckpoint
-from stretto.exchange.onward import pass_on
 from stretto.parallel import DataParallel
+from stretto.survive.copies import Copies
 
 _KEPT = 2
 """Generations: the newest may be unfinished on others."""
@@ -58,10 +60,9 @@ class Memory:
     """
 
     def __init__(self, *, is_first: bool) -> None:
-        self._is_first = is_first
+        self._knows_of_none = is_first
+        """Whether no generation has been whole yet, as far as this process knows."""
         self._shares: dict[Generation, dict[int, Share]] = {}
-        self.given_bytes = 0
-        """What the last keeping has sent to another rank."""
 
     @property
     def newest(self) -> Generation | None:
@@ -74,12 +75,20 @@ class Memory:
         return sum(len(share.content) for shares in self._shares.values() for share in shares.values())
 
     def keep(
-        self, parallel: DataParallel, term: int, told: Any, *, loader: Loader | None = None, extra: Any = None
+        self,
+        parallel: DataParallel,
+        copies: Copies,
+        term: int,
+        told: Any,
+        *,
+        loader: Loader | None = None,
+        extra: Any = None,
     ) -> list[Any]:
         """Keep the state of a job at rest; all ranks must call. Return what every rank has told.
 
         Args:
             parallel: The job.
+            copies: Bring the copies, which are on their way after this; those before are complete.
             term: That it is in.
             told: Plain JSON, for the other ranks.
             loader: This rank's, if its position is to be kept.
@@ -98,18 +107,27 @@ class Memory:
         own = Share(parallel.world_size, _digest(content), content)
         record = [len(content), own.digest, socket.gethostname(), told]
         records = Ranks(parallel).gather("keeping a state in memory", lambda: record)
-        shares = {parallel.rank: own}
-        owner, copied = _passed_on(parallel, content, [(length, host) for length, _, host, _ in records])
-        self.given_bytes = 0 if owner == parallel.rank else len(content)
-        copy = Share(parallel.world_size, records[owner][1], copied)
-        if copy.is_sound:  # otherwise its owner has it, and the generation before is there twice
-            shares.setdefault(owner, copy)
-        self._shares[Generation(term, parallel.steps)] = shares
-        for old in sorted(self._shares)[:-_KEPT]:
+        generation = Generation(term, parallel.steps)
+        self._shares[generation] = {parallel.rank: own}
+        if parallel.world_size == 1:
+            self._knows_of_none = False
+        for old in sorted(self._shares)[
+            :-_KEPT
+        ]:  # all ranks have come here, so the copies before have arrived
             del self._shares[old]
+
+        def take(owner: int, copied: memoryview) -> None:
+            self._knows_of_none = False
+            copy = Share(parallel.world_size, records[owner][1], copied)
+            if copy.is_sound:  # otherwise its owner has it, and the generation before is there twice
+                self._shares[generation].setdefault(owner, copy)
+
+        _give(copies, parallel.rank, content, [(length, host) for length, _, host, _ in records], take)
         return [told for *_, told in records]
 
-    def load(self, parallel: DataParallel, *, loader: Loader | None = None) -> Restored | None:
+    def load(
+        self, parallel: DataParallel, copies: Copies, *, loader: Loader | None = None
+    ) -> Restored | None:
         """Let a job go on from the newest generation that its ranks hold together; all ranks must call.
 
         None where nothing has been kept yet. Every share of the generation is there twice again after this. What is
@@ -133,22 +151,28 @@ class Memory:
                 "no generation in memory is whole: ranks have ended together with those that held copies of their "
                 "shares; start the job again from its last checkpoint"
             )
+        self._knows_of_none = False
         chosen = max(whole)
         self._shares = {one: shares for one, shares in self._shares.items() if one <= chosen}
         mine = [owner for owner, ranks in holders[chosen].items() if ranks[0] == parallel.rank]
         restored = load(
             parallel, [held.read_share(self._shares[chosen][owner].content) for owner in mine], loader=loader
         )
-        self._double(parallel, chosen, holders[chosen])
+        self._double(parallel, copies, chosen, holders[chosen])
         return restored
 
     def _double(
-        self, parallel: DataParallel, generation: Generation, holders: Mapping[int, Sequence[int]]
+        self,
+        parallel: DataParallel,
+        copies: Copies,
+        generation: Generation,
+        holders: Mapping[int, Sequence[int]],
     ) -> None:
         """Give another rank a copy of those shares of a generation that one alone has.
 
         Args:
             parallel: The job.
+            copies: Bring them.
             generation: Which.
             holders: Of each share, the ranks that have it.
         """
@@ -163,13 +187,17 @@ class Memory:
         for index in range(max(len(given) for _, given in told)):
             content = shares[alone[index]].content if index < len(alone) else b""
             lengths = [(given[index][3] if index < len(given) else 0, host) for host, given in told]
-            source, copied = _passed_on(parallel, content, lengths)
-            if index < len(told[source][1]):
-                owner, owners, digest, _ = told[source][1][index]
-                shares.setdefault(owner, Share(owners, digest, copied))
+
+            def take(source: int, copied: memoryview, index: int = index) -> None:
+                if index < len(told[source][1]):
+                    owner, owners, digest, _ = told[source][1][index]
+                    shares.setdefault(owner, Share(owners, digest, copied))
+
+            _give(copies, parallel.rank, content, lengths, take)
+            copies.complete()
 
     def _inventory(self) -> tuple[bool, list[list[int]]]:
-        return self._is_first and not self._shares, [
+        return self._knows_of_none, [
             [one.term, one.step, owner, share.owners]
             for one, shares in self._shares.items()
             for owner, share in shares.items()
@@ -177,22 +205,27 @@ class Memory:
         ]
 
 
-def _passed_on(
-    parallel: DataParallel, content: bytes | memoryview, records: Sequence[tuple[int, str]]
-) -> tuple[int, bytes | memoryview]:
-    """Give bytes to another rank; return from whom others came, and those. Alone, a rank gets its own.
+def _give(
+    copies: Copies,
+    rank: int,
+    content: bytes | memoryview,
+    records: Sequence[tuple[int, str]],
+    take: Callable[[int, memoryview], None],
+) -> None:
+    """Begin to give bytes to another rank, if there is one.
 
     Args:
-        parallel: The job, at rest.
+        copies: Bring them.
+        rank: This one.
         content: Of this rank.
         records: Of every rank, the length of its bytes, and its machine.
+        take: Takes what comes to this rank: from whom, and the bytes.
     """
     if len(records) == 1:
-        return parallel.rank, content
+        return
     distance = buddy_distance([host for _, host in records])
-    with parallel.between_updates("giving a copy"):
-        copied = pass_on(parallel.job.exchange, content, [length for length, _ in records], distance)
-    return (parallel.rank - distance) % len(records), copied
+    source = (rank - distance) % len(records)
+    copies.give(content, [length for length, _ in records], distance, partial(take, source))
 
 
 def buddy_distance(hosts: Sequence[str]) -> int:

@@ -23,10 +23,19 @@ from stretto.checkpoint.load import Restored
 from stretto.continuation import Loader
 from stretto.engine.state import set_settings
 from stretto.engine.watcher import store_of
-from stretto.errors import CommunicationError, ConfigError, LeftOut, PeerFailed, PeerSilent, StrettoError
+from stretto.errors import (
+    CommunicationError,
+    ConfigError,
+    LeftOut,
+    OutOfTurn,
+    PeerFailed,
+    PeerSilent,
+    StrettoError,
+)
 from stretto.groups import Leavable, await_left, told_place
 from stretto.optimizer import Hyperparameters, read_hyperparameters
 from stretto.parallel import DataParallel
+from stretto.survive.copies import Copies
 from stretto.survive.generations import Memory
 from stretto.survive.membership import Ended, Members, Membership
 
@@ -39,7 +48,7 @@ SHARE = 0.01
 _MOST_SECONDS = 300.0
 """Between two generations: so much is done again at most, and so long does a process wait to come in."""
 _FIRST_UPDATES = 16
-"""After which the second generation is kept: nobody knows yet how long an update takes."""
+"""Between two generations, until one has been measured that has all there is in a state."""
 _CONNECT_SECONDS = 60.0
 """How long the store may take to come up."""
 _LEAVE_SECONDS = 5.0
@@ -96,6 +105,30 @@ class _Beginning:
             set_settings(group, settings)
 
 
+@dataclasses.dataclass(slots=True)
+class _Costs:
+    """What the last keeping of a state has cost, and where training was then."""
+
+    step: int = 0
+    at: float = 0.0
+    sent_bytes: int = 0
+    """Until then, in all."""
+    keep_seconds: float = 0.0
+    """In which training stood still for it, also for its copies."""
+    keep_bytes: int = 0
+
+    def measured(self, parallel: DataParallel) -> list[float] | None:
+        """Return what `updates_between` takes; None where it would mislead.
+
+        Before the first update a state is small: optimizers have none yet.
+        """
+        updates = parallel.steps - self.step
+        if not self.step or not updates:
+            return None
+        seconds, sent = time.perf_counter() - self.at, parallel.sent_bytes - self.sent_bytes
+        return [self.keep_seconds, seconds / updates, self.keep_bytes, sent / updates]
+
+
 class Term:
     """What the user's function is told of the time until a rank is lost or comes."""
 
@@ -122,10 +155,8 @@ class Term:
         self._every = every
         self._before = before
         self._due = 0
-        self._kept_at = time.perf_counter()
-        self._seconds = 0.0  # of the last keeping
-        self._step = 0  # after which it was
-        self._sent_bytes = 0  # until then
+        self._costs = _Costs()
+        self._copies: Copies | None = None
         self._job: weakref.ref[DataParallel] | None = None
         self.beginning = _Beginning()
 
@@ -155,11 +186,13 @@ class Term:
         """
         self._job = weakref.ref(parallel)
         self.beginning.note(parallel)
-        restored = self._memory.load(parallel, loader=loader)
+        self._copies = Copies(parallel, self.group)
+        restored = self._memory.load(parallel, self._copies, loader=loader)
         if restored is None:
             if begin is not None:
                 begin()
-            self._keep(parallel, loader, extra() if callable(extra) else extra)
+            self._keep(parallel, self._copies, loader, extra() if callable(extra) else extra)
+            self._copies.complete()  # there is no state before this one
         elif self.rank == 0:
             _log.warning("%s", self._before.line(restored.step, self.world_size))
         return restored
@@ -178,34 +211,33 @@ class Term:
         Raises:
             CommunicationError: A rank was lost.
         """
+        copies = self._copies
+        if copies is None:
+            raise OutOfTurn(f"rank {self.rank}: term.keep() before term.go_on(): expected it before training")
+        began = time.perf_counter()
         if parallel.steps < self._due:
+            copies.go_on()
+            self._costs.keep_seconds += time.perf_counter() - began
             return
-        waiting = self._keep(parallel, loader, extra() if callable(extra) else extra)
-        if waiting:
+        copies.complete()
+        self._costs.keep_seconds += time.perf_counter() - began
+        if waiting := self._keep(parallel, copies, loader, extra() if callable(extra) else extra):
+            copies.complete()
             parallel.leave()
             raise _NewMembers([*self.seats, *waiting], self.group)
 
-    def _keep(self, parallel: DataParallel, loader: Loader | None, extra: Any) -> list[int]:
-        began = time.perf_counter()
-        updates = parallel.steps - self._step
-        measured = None
-        if updates and self._due:
-            seconds, sent = began - self._kept_at, parallel.sent_bytes - self._sent_bytes
-            measured = [self._seconds, seconds / updates, self._memory.given_bytes, sent / updates]
+    def _keep(self, parallel: DataParallel, copies: Copies, loader: Loader | None, extra: Any) -> list[int]:
+        began, sent_bytes = time.perf_counter(), parallel.sent_bytes
         told = {
-            "measured": measured,
+            "measured": self._costs.measured(parallel),
             "waiting": self._membership.newcomers(self.seats) if self.rank == 0 else [],
         }
-        by_rank = self._memory.keep(parallel, self.number, told, loader=loader, extra=extra)
-        self._step, self._kept_at, self._sent_bytes = (
-            parallel.steps,
-            time.perf_counter(),
-            parallel.sent_bytes,
-        )
-        self._seconds = self._kept_at - began
+        by_rank = self._memory.keep(parallel, copies, self.number, told, loader=loader, extra=extra)
+        at, sent = time.perf_counter(), parallel.sent_bytes
+        self._costs = _Costs(parallel.steps, at, sent, at - began, sent - sent_bytes)
         known = [one["measured"] for one in by_rank if one["measured"] is not None]
         interval = max((updates_between(*one) for one in known), default=_FIRST_UPDATES)
-        self._due = self._step + (interval if self._every is None else self._every)
+        self._due = parallel.steps + (interval if self._every is None else self._every)
         come: list[int] = by_rank[0]["waiting"]
         return come
 
@@ -215,6 +247,9 @@ class Term:
         if parallel is not None:
             parallel.fail(error)
             parallel.job.compute.lifetime.failures.let_go()  # they hold threads of the group
+        if self._copies is not None:
+            self._copies.end()
+            self._copies = None
         jobs = self.group.of_jobs
         signs = store_of(jobs[0]) if jobs else None
         ranks = error.ranks if isinstance(error, PeerFailed | PeerSilent) else ()
@@ -371,17 +406,19 @@ class _Survivor(Generic[T]):
         return "; ".join(lost) or str(error)
 
 
-def updates_between(keep_seconds: float, update_seconds: float, given_bytes: float, sent_bytes: float) -> int:
+def updates_between(
+    keep_seconds: float, update_seconds: float, keep_bytes: float, update_bytes: float
+) -> int:
     """Return how many updates should lie between two generations, from what a rank has measured.
 
     Args:
-        keep_seconds: That keeping one takes.
+        keep_seconds: For which training stands still to keep one.
         update_seconds: That an update takes.
-        given_bytes: That keeping one sends.
-        sent_bytes: That an update sends.
+        keep_bytes: That keeping one sends, with its copies.
+        update_bytes: That an update sends.
     """
     by_time = keep_seconds / (SHARE * update_seconds)
-    by_bytes = given_bytes / (SHARE * sent_bytes) if sent_bytes else 0.0
+    by_bytes = keep_bytes / (SHARE * update_bytes) if update_bytes else 0.0
     return max(1, math.ceil(min(max(by_time, by_bytes), _MOST_SECONDS / update_seconds)))
 
 

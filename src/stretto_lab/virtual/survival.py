@@ -35,7 +35,7 @@ def survive(
     cluster: VirtualCluster,
     train: Callable[[Term], T],
     *,
-    every: int,
+    every: int | None,
     agree_ns: int = 0,
     again_ns: int | None = None,
     silent_ns: int = 60_000_000_000,
@@ -56,7 +56,7 @@ def survive(
     Args:
         cluster: Where.
         train: The program.
-        every: Updates between two states.
+        every: Updates between two states; None lets the library choose, by what they take on this machine.
         agree_ns: What it takes to notice a loss, to agree and to build the job again, beside what is sent.
         again_ns: After which a new process comes in the place of one that died or was left out; None for never.
         silent_ns: For which a process may be stopped (`term.group.stop`) before the others go on without it.
@@ -79,7 +79,7 @@ class Survival(Generic[T]):
         self,
         cluster: VirtualCluster,
         train: Callable[[Term], T],
-        every: int,
+        every: int | None,
         agree_ns: int,
         again_ns: int | None,
         silent_ns: int,

@@ -1,0 +1,96 @@
+"""Copies of what ranks hold, which they give each other while they train on.
+
+Note [Beside training]
+    A state is kept between two updates, and training goes on at once. Copies of its shares travel meanwhile, on a group
+    of their own, a few parts at a time: whenever an update has landed, a rank looks at those under way, takes what has
+    come, and starts the next. No rank waits there, and no thread is needed, because Gloo's own carry the bytes.
+
+    They are waited for before the next state is kept. After that all ranks hear from all others, so each knows that
+    the copies of the last state have arrived everywhere, and only then the state before is dropped. If ranks are lost
+    while copies travel, the job goes on from the state before.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch.distributed as dist
+
+from stretto.exchange.onward import passing_on
+from stretto.exchange.transfer import Started
+from stretto.groups import private_group
+from stretto.parallel import DataParallel
+
+Arrived = Callable[[memoryview], None]
+"""Takes the bytes that have come."""
+
+
+class Copies:
+    """Copies under way between the ranks of one term; see Note [Beside training].
+
+    Args:
+        parallel: The job, whose end ends them.
+        group: Of the term; all its ranks must make this, at the same place.
+    """
+
+    def __init__(self, parallel: DataParallel, group: dist.ProcessGroup) -> None:
+        self._exchange = parallel.job.exchange
+        self._group = private_group(group)
+        self._lifetime = parallel.job.compute.lifetime
+        self._wait = self._lifetime.failures.among(self._group, range(group.size()), "")
+        self._works: Iterator[Started] = iter(())
+        self._awaited: Started | None = None
+        self._arriving = memoryview(b"")
+        self._arrived: Arrived | None = None
+
+    def give(
+        self, content: bytes | memoryview, lengths: Sequence[int], distance: int, arrived: Arrived
+    ) -> None:
+        """Begin to give bytes to the rank `distance` further on; nothing may be under way. All ranks must call.
+
+        Args:
+            content: Of this rank.
+            lengths: Of every rank's bytes.
+            distance: From 1 to the number of ranks less 1.
+            arrived: Takes those of the rank as much before, once they are there.
+        """
+        self._exchange.count_sent(len(content))
+        self._works, self._arriving = passing_on(self._group, content, lengths, distance)
+        self._arrived = arrived
+        self._step()
+
+    def go_on(self) -> None:
+        """Take what has come, and start the next parts; nothing is waited for.
+
+        Raises:
+            CommunicationError: A rank was lost.
+        """
+        while self._awaited is not None and self._awaited[0].is_completed():
+            self._take(self._awaited)
+
+    def complete(self) -> None:
+        """Wait until all has arrived; all ranks must call.
+
+        Raises:
+            CommunicationError: A rank was lost.
+        """
+        while self._awaited is not None:
+            self._take(self._awaited)
+
+    def end(self) -> None:
+        """Take what has come, as the term ends with an error."""
+        with contextlib.suppress(RuntimeError):  # a part that is lost with a rank
+            while self._awaited is not None and self._awaited[0].is_completed():
+                self._awaited[0].wait()
+                self._step()
+
+    def _take(self, awaited: Started) -> None:
+        with contextlib.nullcontext() if self._lifetime.has_finished else self._lifetime.running():
+            self._wait(*awaited)
+            self._step()
+
+    def _step(self) -> None:
+        self._awaited = next(self._works, None)
+        if self._awaited is None and self._arrived is not None:
+            arrived, self._arrived = self._arrived, None
+            arrived(self._arriving)
+            self._arriving = memoryview(b"")
