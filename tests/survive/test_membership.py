@@ -1,5 +1,6 @@
 """The agreement on who goes on: one list for all, whoever has died, sleeps, is late or wants to come in."""
 
+import math
 import os
 import random
 import signal
@@ -16,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 from stretto import DataParallel
+from stretto.engine.watcher import _BEAT
 from stretto.errors import LeftOut, PeerSilent
 from stretto.groups import announce_death
-from stretto.survive.membership import Ended, Membership, signs_of
+from stretto.survive.membership import Ended, Membership, _Missing, signs_of
 from stretto.survive.terms import Term, survives, updates_between
 from stretto_lab.train.workers import host_store
 from tests.errors.tiny import tiny_model
@@ -323,3 +325,23 @@ def test_a_store_whose_host_is_stopped_hangs_nobody() -> None:
         with pytest.raises(PeerSilent, match=r"the store of the members has not answered for 5\.2 s"):
             membership.following(Ended(0, [0, 1]))
         assert time.monotonic() - began < 20
+
+
+def test_time_in_which_this_process_could_not_look_is_no_silence_of_others() -> None:
+    """A member whose connection is closed gives a sign every half second; looks are held up at random."""
+    rng, store, clock = random.Random(0), dist.HashStore(), [0.0]
+    for _ in range(200):
+        missing = _Missing(Ended(0, [0, 1], store), 60.0, lambda: clock[0], 0.01)
+        for _ in range(100):
+            given = math.floor(2 * clock[0])
+            held_up = rng.choice([0.0, 0.0, 0.0, rng.uniform(0, 0.2), rng.uniform(0.5, 20)])
+            # A sign that was due while the store answered nobody may come right after this look.
+            given -= rng.random() < 0.5 and held_up > 0.5
+            clock[0] += 0.01 + held_up
+            store.set(f"{_BEAT}/1", str(given))
+            assert not missing.are_gone({0: [False, 1]}, {})
+    silent = _Missing(Ended(0, [0, 1], store), 60.0, lambda: clock[0], 0.01)
+    looks = 0
+    while not silent.are_gone({0: [False, 1]}, {}):
+        clock[0], looks = clock[0] + 0.01, looks + 1
+    assert looks == pytest.approx(100, abs=1)

@@ -45,11 +45,14 @@ T = TypeVar("T")
 
 START_SECONDS = 600.0
 """How long the first members wait for each other: imports and data may take minutes."""
-_CLOSED_SECONDS = 1.5
-"""After which a member whose connection is closed is gone: three of its signs of life have not come."""
+_CLOSED_SECONDS = 1.0
+"""After which a member whose connection is closed is gone: two of its signs of life have not come."""
 _POLL_SECONDS = 0.01
 _LOOK_SECONDS = 1.0
 """Between two looks of a process that waits to come in at all members' signs of life."""
+_MOST_PAUSES = 25
+"""Of those that are meant to be between two looks. What passes beyond is no silence of others: this process was
+stopped, or the store answered nobody."""
 _BOUND_SECONDS = 5.0
 """Beyond `silent_seconds`, how long the store may take for one answer."""
 
@@ -245,7 +248,8 @@ class Membership:
             if members is None or latest != known:
                 signs = None if latest is None else signs_of(self._job, latest, seats)
                 patience = 2 * self._silent_seconds + MEET_SECONDS
-                known, members = latest, _Missing(Ended(latest or 0, seats, signs), patience, self._now)
+                known = latest
+                members = _Missing(Ended(latest or 0, seats, signs), patience, self._now, _LOOK_SECONDS)
             if self._now() - looked_at > _LOOK_SECONDS:
                 looked_at = self._now()
                 is_over = is_over or members.have_vanished(died)
@@ -259,7 +263,8 @@ class Membership:
     def _agree(self, ended: Ended) -> tuple[int, Sequence[int]]:
         number = ended.number + 1
         self._store.set(f"{number}/said/{self.seat}", json.dumps([ended.is_done, *ended.blamed]))
-        missing = _Missing(ended, START_SECONDS if ended.number < 0 else self._silent_seconds, self._now)
+        patience = START_SECONDS if ended.number < 0 else self._silent_seconds
+        missing = _Missing(ended, patience, self._now, _POLL_SECONDS)
         while self._read(f"{number}/list") is None:
             said = {seat: self._read(f"{number}/said/{seat}") for seat in ended.seats}
             said = {seat: found for seat, found in said.items() if found is not None}
@@ -321,13 +326,22 @@ def signs_of(job: Store, number: int, seats: Sequence[int]) -> Store:
 
 
 class _Missing:
-    """Members that have said nothing yet; see Note [Who is gone]."""
+    """Members that have said nothing yet; see Note [Who is gone].
 
-    def __init__(self, ended: Ended, patience: float, now: Callable[[], float]) -> None:
+    Args:
+        ended: The term.
+        patience: Seconds without a sign, of a member of which nothing else is known.
+        now: The clock, in seconds.
+        pause: Seconds between two looks, if nothing holds this process up.
+    """
+
+    def __init__(self, ended: Ended, patience: float, now: Callable[[], float], pause: float) -> None:
         self._ended = ended
         self._patience = patience
         self._now = now
-        self._signs: dict[int, tuple[str | None, float]] = {}
+        self._most_seconds = _MOST_PAUSES * pause
+        # The last sign of each, the silence since, and when this process has looked last.
+        self._signs: dict[int, tuple[str | None, float, float]] = {}
 
     def are_gone(self, said: Mapping[int, Sequence[Any]], died: Mapping[int, str]) -> bool:
         """Return whether everybody is gone who has said nothing.
@@ -355,8 +369,7 @@ class _Missing:
         """Return for how long a member has given no new sign, as far as this process has looked."""
         store, now = self._ended.job_store, self._now()
         sign = None if store is None else last_sign(store, self._ended.seats.index(seat))
-        before, since = self._signs.setdefault(seat, (sign, now))
-        if sign != before:
-            self._signs[seat] = sign, now
-            return 0.0
-        return now - since
+        before, silence, until = self._signs.get(seat, (sign, 0.0, now))
+        silence = silence + min(now - until, self._most_seconds) if sign == before else 0.0
+        self._signs[seat] = sign, silence, now
+        return silence

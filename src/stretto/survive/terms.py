@@ -200,6 +200,8 @@ class Term:
     def keep(self, parallel: DataParallel, *, loader: Loader | None = None, extra: Any = None) -> None:
         """Keep the state, if it is time to; all ranks must call, after every `Update`.
 
+        Copies of the state that was kept last travel meanwhile, and go on whenever this is called.
+
         Where processes wait to come in, the term ends here, and nothing is done again: an exception that is no
         `Exception` leaves the caller's function.
 
@@ -209,6 +211,7 @@ class Term:
             extra: Anything that `go_on` returns in the next term; rank 0's is kept. A function is called for it.
 
         Raises:
+            OutOfTurn: `go_on` was not called before.
             CommunicationError: A rank was lost.
         """
         copies = self._copies
