@@ -93,12 +93,12 @@ def read_share(content: bytes | memoryview) -> Held:
     values = {dtype: found.clone() for dtype, found in elements.items()}
     entries: dict[str, Any] = dict(plain)
     places = dict.fromkeys(values, 0)
-    for name, shape, of, runs in index:
-        dtype, held = _dtype(of), []
+    for name, shape, dtype, runs in index:
+        held = []
         for start, numel in runs:
             held.append((start, values[dtype][places[dtype] : places[dtype] + numel]))
             places[dtype] += numel
-        entries[name] = Runs(tuple(shape), dtype, held, [True] * len(held))
+        entries[name] = Runs(tuple(shape), getattr(torch, dtype.partition(".")[2]), held, [True] * len(held))
     step, strategy, optimizer, world_size, layout = header
     return Held(
         step=step,
@@ -279,11 +279,6 @@ def _entry(value: Any, *, copies: bool) -> Any:
     return copy.deepcopy(value) if copies else value
 
 
-def _dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name.partition(".")[2])
-    return found
-
-
 def _record(pieces: Sequence[Sequence[Any]]) -> bytes:
     """Return pieces as bytes, for `_pieces_of`."""
     plain = [list(piece) for piece in pieces if len(piece) == 2]
@@ -297,9 +292,8 @@ def _pieces_of(record: bytes) -> Iterator[list[Any]]:
     (plain, index), values = unpack_elements(record, "entries")
     yield from plain
     places = dict.fromkeys(values, 0)
-    for name, shape, of, start, numel in index:
-        dtype = _dtype(of)
-        yield [name, shape, of, start, values[dtype][places[dtype] : places[dtype] + numel]]
+    for name, shape, dtype, start, numel in index:
+        yield [name, shape, dtype, start, values[dtype][places[dtype] : places[dtype] + numel]]
         places[dtype] += numel
 
 

@@ -130,8 +130,8 @@ def pack_elements(value: Any, runs: Iterable[Tensor], what: str) -> memoryview:
     return whole
 
 
-def unpack_elements(content: bytes | memoryview, what: str) -> tuple[Any, dict[torch.dtype, Tensor]]:
-    """Return the value that `pack_elements` was given, and by dtype the elements, in the order of the tensors.
+def unpack_elements(content: bytes | memoryview, what: str) -> tuple[Any, dict[str, Tensor]]:
+    """Return the value that `pack_elements` was given, and by name of dtype the elements, in the order of the tensors.
 
     Elements may lie in the memory of `content`: who goes on to change either copies them.
 
@@ -146,7 +146,7 @@ def unpack_elements(content: bytes | memoryview, what: str) -> tuple[Any, dict[t
         raise UnsafeValue(f"{what}: expected {begins[-1]} bytes, found {len(content)}")
     whole = torch.frombuffer(bytearray(content) if isinstance(content, bytes) else content, dtype=torch.uint8)
     return value, {
-        dtype: whole[begin : begin + dtype.itemsize * numel].view(dtype)
+        str(dtype): whole[begin : begin + dtype.itemsize * numel].view(dtype)
         for (dtype, numel), begin in zip(dtypes.items(), begins[1:-1], strict=True)
     }
 

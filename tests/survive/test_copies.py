@@ -1,7 +1,7 @@
 """States in memory and training: copies travel beside it, and are rare enough."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 
 import stretto as st
 from stretto.groups import Link, SoloGroup
-from stretto.survive.copies import Copies
+from stretto.survive.copies import Arrived, Copies
 from stretto.survive.generations import Generation, Memory
 from stretto.survive.terms import SHARE
 from stretto_lab.virtual import Compute, Network, VirtualCluster, VirtualGroup, survive
@@ -76,6 +76,44 @@ def test_a_state_counts_once_its_copies_are_there(arrives: bool) -> None:
     restored = memory.load(parallel, Copies(parallel, SoloGroup()))
     assert restored is not None
     assert restored.step == (2 if arrives else 1)
+
+
+class Spoilt(Copies):
+    """Copies of which one bit turns on its way."""
+
+    def give(
+        self, content: bytes | memoryview, lengths: Sequence[int], distance: int, arrived: Arrived
+    ) -> None:
+        """See `Copies.give`."""
+
+        def spoilt(copied: memoryview) -> None:
+            copied[len(copied) // 2] ^= 1
+            arrived(copied)
+
+        super().give(content, lengths, distance, spoilt)
+
+
+def test_a_damaged_copy_is_not_taken_and_the_state_before_stays_until_a_later_one_is_there_twice() -> None:
+    def program(rank: int, group: VirtualGroup) -> list[dict[int, list[int]]]:
+        (parallel, update), memory = job_over(group), Memory(is_first=True)
+        sound, spoilt = Copies(parallel, group), Spoilt(parallel, group)
+        held: list[dict[int, list[int]]] = []
+        for copies in (sound, spoilt, spoilt, sound, sound):
+            update()
+            memory.keep(parallel, copies, 0, None)
+            copies.complete()
+            held.append({one.step: sorted(shares) for one, shares in memory._shares.items()})
+        parallel.finish()
+        return held
+
+    for rank, held in enumerate(VirtualCluster(2).run(program).values):
+        assert held == [
+            {1: [0, 1]},
+            {1: [0, 1], 2: [rank]},
+            {1: [0, 1], 3: [rank]},
+            {1: [0, 1], 4: [0, 1]},
+            {4: [0, 1], 5: [0, 1]},
+        ]
 
 
 @pytest.mark.parametrize("seed", range(len(STRATEGIES)))

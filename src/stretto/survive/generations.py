@@ -62,6 +62,8 @@ class Memory:
     def __init__(self, *, is_first: bool) -> None:
         self._knows_of_none = is_first
         """Whether no generation has been whole yet, as far as this process knows."""
+        self._is_doubled = True
+        """Whether this process has a sound copy of the newest generation; otherwise an older one has to stay."""
         self._shares: dict[Generation, dict[int, Share]] = {}
 
     @property
@@ -105,24 +107,25 @@ class Memory:
             for listener in parallel.job.model.listeners:
                 listener.committed_is_read()
         own = Share(parallel.world_size, _digest(content), content)
-        record = [len(content), own.digest, socket.gethostname(), told]
+        record = [len(content), own.digest, socket.gethostname(), self._is_doubled, told]
         records = Ranks(parallel).gather("keeping a state in memory", lambda: record)
         generation = Generation(term, parallel.steps)
         self._shares[generation] = {parallel.rank: own}
-        if parallel.world_size == 1:
-            self._knows_of_none = False
-        for old in sorted(self._shares)[
-            :-_KEPT
-        ]:  # all ranks have come here, so the copies before have arrived
-            del self._shares[old]
+        ordered = sorted(self._shares)
+        is_safe = all(is_doubled for *_, is_doubled, _ in records)  # the generation before this one
+        for outdated in ordered[:-_KEPT] if is_safe else ordered[1:-1]:
+            del self._shares[outdated]
+        self._is_doubled = parallel.world_size == 1
+        self._knows_of_none = self._knows_of_none and not self._is_doubled
 
         def take(owner: int, copied: memoryview) -> None:
             self._knows_of_none = False
             copy = Share(parallel.world_size, records[owner][1], copied)
-            if copy.is_sound:  # otherwise its owner has it, and the generation before is there twice
+            if copy.is_sound:
+                self._is_doubled = True
                 self._shares[generation].setdefault(owner, copy)
 
-        _give(copies, parallel.rank, content, [(length, host) for length, _, host, _ in records], take)
+        _give(copies, parallel.rank, content, [(length, host) for length, _, host, *_ in records], take)
         return [told for *_, told in records]
 
     def load(
@@ -159,6 +162,7 @@ class Memory:
             parallel, [held.read_share(self._shares[chosen][owner].content) for owner in mine], loader=loader
         )
         self._double(parallel, copies, chosen, holders[chosen])
+        self._is_doubled = True
         return restored
 
     def _double(
