@@ -106,6 +106,9 @@ def main(words: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256])
+    parser.add_argument(
+        "--ways", nargs="+", choices=[way.name for way in WAYS], default=[way.name for way in WAYS]
+    )
     parser.add_argument("--updates", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, required=True)
@@ -114,7 +117,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     rows = []
     for ranks in options.ranks:
-        for way in WAYS:
+        for way in (way for way in WAYS if way.name in options.ways):
             found = []
             for seed in range(options.seeds):
                 count = max(1, options.updates // 100)
