@@ -2,6 +2,7 @@
 
 import copy
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +123,22 @@ def test_rank_that_owns_nothing_is_tried_too() -> None:
 def test_object_that_the_constructor_makes_by_itself_is_refused_only_if_it_was_given_one() -> None:
     with pytest.raises(UnsupportedOptimizer, match="attribute 'rule'"):
         whole_groups(RuleObject(matrix(), rule=nn.Tanh()))
+
+
+class LastScaled(optim.SGD):
+    """Keeps a tensor of its own, which depends on an argument that is no default."""
+
+    def __init__(self, params: Any, lr: float = 0.1, *, last: float = 1.0) -> None:
+        super().__init__(params, lr)
+        self.scales = torch.tensor([1.0, 1.0, last])
+
+
+def test_tensor_that_the_constructor_makes_by_itself_is_refused_if_any_element_depends_on_an_argument() -> (
+    None
+):
+    whole_groups(LastScaled(matrix()))
+    with pytest.raises(UnsupportedOptimizer, match="attribute 'scales'"):
+        whole_groups(LastScaled(matrix(), last=2.0))
 
 
 def test_a_verdict_that_is_remembered_is_that_of_a_fresh_trial() -> None:
