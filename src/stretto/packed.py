@@ -124,7 +124,7 @@ def pack_elements(value: Any, runs: Iterable[Tensor], what: str) -> memoryview:
     for begin, size, end in zip(begins[:-1], sizes, begins[1:], strict=True):
         content[begin + size : end] = 0
     whole = content.numpy().data
-    whole[: sizes[0]] = len(head).to_bytes(_LENGTH_BYTES) + head
+    whole[:_LENGTH_BYTES], whole[_LENGTH_BYTES : sizes[0]] = len(head).to_bytes(_LENGTH_BYTES), head
     for parts, begin, size in zip(by_dtype.values(), begins[1:-1], sizes[1:], strict=True):
         torch.cat(parts, out=content[begin : begin + size].view(parts[0].dtype))
     return whole

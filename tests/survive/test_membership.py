@@ -345,3 +345,13 @@ def test_time_in_which_this_process_could_not_look_is_no_silence_of_others() -> 
     while not silent.are_gone({0: [False, 1]}, {}):
         clock[0], looks = clock[0] + 0.01, looks + 1
     assert looks == pytest.approx(100, abs=1)
+
+
+@pytest.mark.parametrize("look_seconds", [0.3, 2.0, 30.0])
+def test_on_a_slow_store_a_silent_member_is_gone_as_soon_as_looks_can_tell(look_seconds: float) -> None:
+    """Of the first time between two looks only a part counts: it may be a pause."""
+    store, clock = dist.HashStore(), [0.0]
+    silent = _Missing(Ended(0, [0, 1], store), 60.0, lambda: clock[0], 0.01)
+    while not silent.are_gone({0: [False, 1]}, {}):
+        clock[0] += look_seconds
+    assert clock[0] <= 1.0 + 2 * look_seconds

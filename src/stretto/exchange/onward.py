@@ -11,7 +11,7 @@ from stretto.exchange.transfer import Started, Transfer
 from stretto.groups.collectives import method_of
 
 _PARTS = 32
-"""At most. A few travel at a time, so this many have gone after a few looks whether they have arrived."""
+"""At most. Four travel at a time, so all have gone after about eight looks."""
 
 
 def passing_on(

@@ -121,9 +121,7 @@ class Memory:
         def take(owner: int, copied: memoryview) -> None:
             self._knows_of_none = False
             copy = Share(parallel.world_size, records[owner][1], copied)
-            if copy.is_sound:
-                self._is_doubled = True
-                self._shares[generation].setdefault(owner, copy)
+            self._is_doubled = self._take(generation, owner, copy)
 
         _give(copies, parallel.rank, content, [(length, host) for length, _, host, *_ in records], take)
         return [told for *_, told in records]
@@ -161,8 +159,8 @@ class Memory:
         restored = load(
             parallel, [held.read_share(self._shares[chosen][owner].content) for owner in mine], loader=loader
         )
-        self._double(parallel, copies, chosen, holders[chosen])
         self._is_doubled = True
+        self._double(parallel, copies, chosen, holders[chosen])
         return restored
 
     def _double(
@@ -195,10 +193,17 @@ class Memory:
             def take(source: int, copied: memoryview, index: int = index) -> None:
                 if index < len(told[source][1]):
                     owner, owners, digest, _ = told[source][1][index]
-                    shares.setdefault(owner, Share(owners, digest, copied))
+                    self._is_doubled &= self._take(generation, owner, Share(owners, digest, copied))
 
             _give(copies, parallel.rank, content, lengths, take)
             copies.complete()
+
+    def _take(self, generation: Generation, owner: int, copy: Share) -> bool:
+        """Take a copy that has come, unless it is damaged; return whether it is sound."""
+        is_sound = copy.is_sound
+        if is_sound:
+            self._shares[generation].setdefault(owner, copy)
+        return is_sound
 
     def _inventory(self) -> tuple[bool, list[list[int]]]:
         return self._knows_of_none, [

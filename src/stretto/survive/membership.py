@@ -51,8 +51,8 @@ _POLL_SECONDS = 0.01
 _LOOK_SECONDS = 1.0
 """Between two looks of a process that waits to come in at all members' signs of life."""
 _MOST_PAUSES = 25
-"""Of those that are meant to be between two looks. What passes beyond is no silence of others: this process was
-stopped, or the store answered nobody."""
+"""Of those that are meant to be between two looks, or twice what a look has taken at least, where the store is slow.
+What passes beyond is no silence of others: this process was stopped, or the store answered nobody."""
 _BOUND_SECONDS = 5.0
 """Beyond `silent_seconds`, how long the store may take for one answer."""
 
@@ -340,6 +340,7 @@ class _Missing:
         self._patience = patience
         self._now = now
         self._most_seconds = _MOST_PAUSES * pause
+        self._shortest = 0.0  # between two looks so far; 0 until it is known
         # The last sign of each, the silence since, and when this process has looked last.
         self._signs: dict[int, tuple[str | None, float, float]] = {}
 
@@ -370,6 +371,10 @@ class _Missing:
         store, now = self._ended.job_store, self._now()
         sign = None if store is None else last_sign(store, self._ended.seats.index(seat))
         before, silence, until = self._signs.get(seat, (sign, 0.0, now))
-        silence = silence + min(now - until, self._most_seconds) if sign == before else 0.0
+        passed = now - until
+        counted = min(passed, max(self._most_seconds, 2 * self._shortest))
+        if passed:
+            self._shortest = min(passed, self._shortest or passed)
+        silence = silence + counted if sign == before else 0.0
         self._signs[seat] = sign, silence, now
         return silence
