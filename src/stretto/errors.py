@@ -172,7 +172,16 @@ class PeerSilent(CommunicationError, TimeoutError):
 
 
 class LeftOut(CommunicationError):
-    """The others have agreed to go on without this process, or the job has ended."""
+    """The others have agreed to go on without this process, or the job has ended.
+
+    Args:
+        message: For people.
+        is_over: Whether the job has ended, so that nobody can come in any more.
+    """
+
+    def __init__(self, message: str, *, is_over: bool = False) -> None:
+        super().__init__(message)
+        self.is_over = is_over
 
 
 class CorruptionError(StrettoError, RuntimeError):

@@ -191,6 +191,8 @@ def check_terms(found: dict[int, tuple[str, list[Told]]]) -> list[list[Told]]:
 def check_samples(terms: list[list[Told]], strategy: st.Strategy | st.Switching, updates: int) -> None:
     """Every sample counts once in what was kept: in the last term by numbers, in those before by their count."""
     counted = {step: samples for told in terms for step, samples in sorted(told[0].counted.items())}
+    while len(terms) > 1 and not any(told.given for told in terms[-1]) and is_same_deal(*terms[-2:]):
+        terms = terms[:-1]  # in the last one nothing was left to give
     last = terms[-1][0]
     total = sum(counted[step] for step in range(1, updates + 1))
     given = sorted(number for told in terms[-1] for number in told.given)
@@ -200,6 +202,11 @@ def check_samples(terms: list[list[Told]], strategy: st.Strategy | st.Switching,
     stepping_alone = st.LocalSGD | st.DiLoCo | st.Average  # whose updates count what one rank has stepped on
     if not isinstance(strategy, stepping_alone):
         assert total == SAMPLES * (begin + len(given)), counted
+
+
+def is_same_deal(before: list[Told], after: list[Told]) -> bool:
+    """Whether ranks went on within what had been dealt out to them before."""
+    return before[0].begin == after[0].begin
 
 
 def live(rank: int, lived: Lived, port: int, folder: str | None) -> tuple[str, list[Told]]:

@@ -36,7 +36,7 @@ def test_training_goes_on_while_copies_travel() -> None:
     """Keeping a state takes a hundredth of the time in which its copies travel; an update later they are there."""
 
     def program(rank: int, group: VirtualGroup) -> tuple[float, float, list[int], list[int]]:
-        (parallel, update), memory = job_over(group), Memory(is_first=True)
+        (parallel, update), memory = job_over(group), Memory("here", is_first=True)
         copies = Copies(parallel, group)
         update()
         began = group.now_ns
@@ -60,7 +60,7 @@ def test_a_state_counts_once_its_copies_are_there(arrives: bool) -> None:
     """One of two ranks is gone; the other goes on from the last state of which it has both shares."""
 
     def program(rank: int, group: VirtualGroup) -> Memory:
-        (parallel, update), memory = job_over(group), Memory(is_first=True)
+        (parallel, update), memory = job_over(group), Memory("here", is_first=True)
         copies = Copies(parallel, group)
         for _ in range(2):
             copies.complete()
@@ -95,7 +95,7 @@ class Spoilt(Copies):
 
 def test_a_damaged_copy_is_not_taken_and_the_state_before_stays_until_a_later_one_is_there_twice() -> None:
     def program(rank: int, group: VirtualGroup) -> list[dict[int, list[int]]]:
-        (parallel, update), memory = job_over(group), Memory(is_first=True)
+        (parallel, update), memory = job_over(group), Memory("here", is_first=True)
         sound, spoilt = Copies(parallel, group), Spoilt(parallel, group)
         held: list[dict[int, list[int]]] = []
         for copies in (sound, spoilt, spoilt, sound, sound):

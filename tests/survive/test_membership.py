@@ -20,6 +20,7 @@ from stretto import DataParallel
 from stretto.engine.watcher import _BEAT
 from stretto.errors import LeftOut, PeerSilent
 from stretto.groups import announce_death
+from stretto.survive.generations import buddy_distance, may_leave
 from stretto.survive.membership import Ended, Membership, _Missing, signs_of
 from stretto.survive.terms import Term, survives, updates_between
 from stretto_lab.train.workers import host_store
@@ -69,7 +70,7 @@ class Members:
         self.expected = [*(seat for seat, end in case.members.items() if end not in ABSENT), *case.waiting]
         """Who should be in the next term."""
         for seat in case.waiting:
-            dist.PrefixStore("membership", self.store).append("waiting", f"{seat}\n")
+            dist.PrefixStore("membership", self.store).append("waiting", f"{seat} {seat}\n")
         for seat, end in case.members.items():
             if end == "has died":
                 announce_death(self.store, seat, "killed")
@@ -197,7 +198,7 @@ def test_who_comes_too_late_is_left_out() -> None:
 def test_one_that_came_in_and_was_lost_is_not_waited_for_again() -> None:
     store = dist.PrefixStore("job", dist.HashStore())
     first = Membership(store, 0, 1, 0.2)
-    dist.PrefixStore("membership", store).append("waiting", "1\n2\n")
+    dist.PrefixStore("membership", store).append("waiting", "1 0\n2 0\n")
     announce_death(store, 2, "killed")
     assert first.following(Ended(0, [0])) == (1, [0, 1])
     assert first.following(Ended(1, [0, 1])) == (2, [0])
@@ -307,6 +308,28 @@ def test_generations_take_a_hundredth_of_time_and_bytes_unless_they_would_be_too
         found = updates_between(*measured)
         assert is_enough(found, *measured)
         assert found == 1 or not is_enough(found - 1, *measured)
+
+
+def test_who_leaves_takes_no_share_along_and_all_that_wish_to_get_away() -> None:
+    rng = random.Random(0)
+    for _ in range(2000):
+        each = rng.choice([1, 1, 2, 3])
+        machines = [str(node) for node in range(rng.randint(1, 4)) for _ in range(each)]
+        here = list(range(len(machines)))
+        wish = {rank for rank in here if rng.random() < 0.5}
+        wished = {rank for rank in here if any(machines[other] == machines[rank] for other in wish)}
+        rounds = 0
+        while wish:
+            of_here = [machines[rank] for rank in here]
+            leaving = may_leave(of_here, [here.index(rank) for rank in sorted(wish)], together=True)
+            stay = [rank for place, rank in enumerate(here) if place not in leaving]
+            distance = buddy_distance(of_here) if len(here) > 1 else 0
+            holders = [{here[place], here[(place + distance) % len(here)]} for place in range(len(here))]
+            assert not stay or all(pair & set(stay) for pair in holders)
+            assert {here[place] for place in leaving} <= wished
+            assert len(stay) < len(here)
+            here, wish, rounds = stay, wish & set(stay), rounds + 1
+        assert rounds <= 3
 
 
 def stopped_store() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import stretto as st
-from stretto.errors import ConfigError, WorkerFailed
+from stretto.errors import ConfigError, LeftOut, WorkerFailed
 from stretto.survive import Term, survives
 from stretto_lab.observe import read_json_lines
 from stretto_lab.recipes import Loss, Task
@@ -91,7 +91,9 @@ class Awaited(Mortal):
             time.sleep(0.01)
 
 
-def mortal(task: type[Mortal] = Mortal, **settings: object) -> RunConfig[Mortal]:
+def mortal(
+    task: type[Mortal] = Mortal, workers: int = 3, ranks_per_node: int | None = None, **settings: object
+) -> RunConfig[Mortal]:
     run = RunConfig(
         task=task(**settings),
         run_dir="run",
@@ -101,7 +103,8 @@ def mortal(task: type[Mortal] = Mortal, **settings: object) -> RunConfig[Mortal]
         evaluate_every=4,
         checkpoint_every=None,
         survive=True,
-        workers=3,
+        workers=workers,
+        ranks_per_node=ranks_per_node,
     )
     prepare_run_folder(run)
     return run
@@ -142,6 +145,20 @@ def test_nobody_waits_for_what_a_new_process_builds_and_nobody_builds_twice(
     assert sorted(BUILT.read_text().split()) == ["0", "1", "1", "2"]
 
 
+def test_a_node_that_has_lost_a_worker_comes_in_again_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = mortal(Awaited, workers=4, ranks_per_node=2, victim=2)
+    train(
+        LocalRanks(4), dataclasses.replace(run, updates=None, samples=None, to_loss=0.5), shows_progress=False
+    )
+    ranks = [len(record["micro_batches"]) for record in read_json_lines(Path("run/updates.jsonl"))]
+    assert [count for count, _ in itertools.groupby(ranks)][-2:] == [2, 4]
+    assert sorted(BUILT.read_text().split()) == ["0", "1", "2", "2", "3", "3"]
+    assert "worker 3 is lost (seat 3: the others go on without this process" in capfd.readouterr().out
+
+
 def test_an_error_that_a_worker_raises_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(WorkerFailed, match=r"worker 1 failed: (.|\n)*ArithmeticError: of the user's"):
@@ -151,10 +168,10 @@ def test_an_error_that_a_worker_raises_ends_the_run(tmp_path: Path, monkeypatch:
 def test_what_needs_all_ranks_is_refused_with_the_reason() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"survive does not go with noise \(names ranks, .* anew\), nor with ranks_per_node \(sums .* none\): "
+        match=r"survive does not go with noise \(names ranks, .* anew\), nor with async_save \(a rank .* of it\): "
         "leave out one of them",
     ):
-        RunConfig(task=Tiny(), survive=True, ranks_per_node=2, noise=st.Noise(0.1, rank=1))
+        RunConfig(task=Tiny(), survive=True, async_save=True, noise=st.Noise(0.1, rank=1))
     RunConfig(task=Tiny(), survive=True, noise=st.Noise(0.1))  # hits all
 
 
@@ -208,6 +225,44 @@ def test_who_comes_later_comes_in_where_a_state_was_kept_and_nothing_is_done_aga
     if len(rest) == 2:  # it was not there yet when the others agreed
         assert rest[0][1] == 2
         assert rest[1][2] > rest[0][2]
+
+
+def leaves_with_notice(rank: int, port: int) -> tuple[list[tuple[int, int, int]], int, str]:
+    """Rank 1 hears that its machine is taken away; return terms, ranks and first updates, the last one, and the end."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=LONG)
+    terms: list[tuple[int, int, int]] = []
+    built, last = Built(), [0]
+
+    def train_some(term: Term) -> None:
+        job = Job(Lived(strategy=st.ACCO()), term.group, built)
+        job.restored(term.go_on(job.parallel, loader=job.samples))
+        terms.append((term.number, term.world_size, first := job.parallel.steps))
+
+        def on_update(update: st.Update) -> None:
+            if rank == 1 and update.step == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+            last[0] = update.step
+            term.keep(job.parallel, loader=job.samples)
+            if term.number and update.step == first + 4:
+                job.parallel.stop()
+
+        job.train(10**6, on_update)
+
+    try:
+        survives(train_some, store=store, rank=rank, ranks=3, every=10**6, leaves_at=[signal.SIGTERM])
+    except LeftOut as error:
+        return terms, last[0], str(error)
+    return terms, last[0], ""
+
+
+def test_one_that_is_told_to_leave_does_so_with_all_it_has_done() -> None:
+    """No state was due: it is kept because of the signal, in all processes after the same update."""
+    store = host_store("127.0.0.1", 0)
+    (first, _, how), (left, at, why), (third, *_) = run_ranks(3, leaves_with_notice, store.port, backend=None)
+    assert (how, why) == ("", "seat 1: this process has left, as it was asked to, before term 1")
+    assert left == [(0, 3, 0)]
+    assert first == third == [(0, 3, 0), (1, 2, at)]
+    assert at >= 6
 
 
 def members_that_met(rank: int, address: str) -> tuple[int, ...]:

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 import stretto as st
 from experiments.numbered import Numbered
 from stretto.errors import TornCheckpoint
-from stretto_lab.virtual import Died, VirtualCluster, survive
+from stretto_lab.faults import Fault, FaultPlan, FaultyGroup, Injector, strike_memory
+from stretto_lab.virtual import Compute, Died, VirtualCluster, survive
 from tests.survive.lived import Built, Told, batch_of, check_samples, check_terms, digest
 
 TOTAL = st.Total(11)
 """Micro-batches of all ranks together in an update: two or more for each of five, and no equal shares."""
 UPDATES = 20
-AGREE_NS = 10**9
+SECOND = 10**9
+AGREE_NS = SECOND
 STEPPING_ALONE = st.LocalSGD | st.DiLoCo
 STRATEGIES: tuple[st.Strategy | st.Switching, ...] = (
     st.DDP(),
@@ -42,9 +44,13 @@ class Case:
     ranks: int = 3
     losses: Mapping[int, int] = field(default_factory=dict)
     """By seat, the update after which it dies; newcomers have seats, too."""
+    leaves: Mapping[int, int] = field(default_factory=dict)
+    """By seat, the update after which it asks to leave."""
+    ranks_per_node: int = 1
     every: int = 4
     updates: int = UPDATES
     again_ns: int | None = None
+    micro_batch_ns: int = Compute().micro_batch_ns
 
 
 @dataclass
@@ -90,6 +96,7 @@ def training(
             scheduler=parts.scheduler,
             wire=case.wire,
             group=group_of(term),
+            options=st.Options(ranks_per_node=case.ranks_per_node if case.ranks_per_node > 1 else None),
         )
         restored = term.go_on(parallel, loader=samples)
         if restored is not None and len(restored.loader_states) != term.world_size:
@@ -104,6 +111,8 @@ def training(
             seen.largest = max(seen.largest, largest(parts.model))
             if case.losses.get(seat) == update.step:
                 raise Died
+            if case.leaves.get(seat) == update.step:
+                term.leave()
             term.keep(parallel, loader=samples)
 
         with parallel:
@@ -119,9 +128,16 @@ def training(
 def lived(case: Case, numbered: type[Numbered] = Numbered) -> dict[int, Life]:
     """Return every process's life, by seat."""
     lives: dict[int, Life] = {}
-    cluster = VirtualCluster(case.ranks, seed=1)
+    cluster = VirtualCluster(case.ranks, compute=Compute(micro_batch_ns=case.micro_batch_ns), seed=1)
     train = training(case, lives, numbered=numbered)
-    survive(cluster, train, every=case.every, agree_ns=AGREE_NS, again_ns=case.again_ns)
+    survive(
+        cluster,
+        train,
+        every=case.every,
+        agree_ns=AGREE_NS,
+        again_ns=case.again_ns,
+        ranks_per_node=case.ranks_per_node,
+    )
     return lives
 
 
@@ -162,6 +178,68 @@ def test_one_that_comes_ends_a_term_where_a_state_is_kept() -> None:
     assert (first[0], left[0], whole[0]) == ((0, 1, 2), (1, 2), (1, 2, 3))
     assert whole[1] > left[1]
     assert len(ends_of(lives)) == 3
+
+
+def test_one_that_leaves_as_it_is_asked_to_costs_no_update() -> None:
+    lives = lived(Case(leaves={1: 5}, every=1000, micro_batch_ns=SECOND // 10))
+    first, left = terms_of(lives)
+    assert left[0].seats == (0, 2)
+    assert left[0].step == max(first[0].counted)
+    assert left[0].step <= 5 + 6  # updates of 0.4 s; it tells within a second, and a second later all know
+    assert len(ends_of(lives)) == 2
+
+
+@pytest.mark.parametrize(
+    ("again_ns", "expected"),
+    [(AGREE_NS, [(0, 1, 2, 3), (0, 4, 2, 3)]), (5 * AGREE_NS, [(0, 1, 2, 3), (2, 3), (2, 3, 5, 4)])],
+    ids=["is replaced at once", "is replaced later"],
+)
+def test_a_node_that_has_lost_a_rank_goes_on_once_it_is_whole(
+    again_ns: int, expected: list[tuple[int, ...]]
+) -> None:
+    """The seats of a node are in the order of their places, whichever of them has come first."""
+    case = Case(ranks=4, ranks_per_node=2, losses={1: 6}, again_ns=again_ns, micro_batch_ns=SECOND // 10)
+    lives = lived(case)
+    terms = terms_of(lives)
+    assert [told[0].seats for told in terms] == expected
+    assert len(ends_of(lives)) == 4
+    check_samples(terms, case.strategy, UPDATES)
+
+
+@pytest.mark.parametrize("strategy", [st.ZeRO1(), st.ACCO(), st.DPU()], ids=lambda one: type(one).__name__)
+def test_whom_guards_name_is_left_out_and_the_others_go_on(strategy: st.Strategy) -> None:
+    """Its memory damages its masters every second update; they are mended, and the third time it is named."""
+    fault = Fault(site="masters", rank=1, instant=2, lasts="sticky", seed=5)
+    told: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+
+    def train(term: st.Term) -> Tensor:
+        seat, parts = term.seats[term.rank], Built()
+        injector = Injector(FaultPlan((fault,)), 1 if seat == 1 else 0)
+        parallel = st.DataParallel(
+            parts.model,
+            parts.optimizer,
+            strategy,
+            guards=(st.AtRest(),),
+            micro_batches=2,
+            group=FaultyGroup(term.group, injector),
+            options=st.Options(verified=True, strikes=3),
+        )
+        term.go_on(parallel)
+        told.setdefault(seat, []).append((term.seats, parallel.steps))
+        strike_memory(parallel, injector)
+        with parallel:
+            for number in parallel.feed(range(100), updates=20, on_update=lambda _: term.keep(parallel)):
+                inputs, targets = batch_of(number)
+                parallel.backward((parts.model(inputs) - targets).square().mean())
+            parallel.finish()
+        return nn.utils.parameters_to_vector(parts.model.parameters()).detach()
+
+    models = survive(VirtualCluster(3, seed=1), train, every=2).values
+    assert len(models) == 2
+    assert torch.equal(*models)
+    assert [seats for seats, _ in told[1]] == [(0, 1, 2)]
+    assert [seats for seats, _ in told[0]] == [(0, 1, 2), (0, 2)]
+    assert told[0][1][1] >= 2  # from a state that was kept
 
 
 def test_those_that_have_come_after_the_start_never_begin_anew() -> None:

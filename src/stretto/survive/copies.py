@@ -24,6 +24,29 @@ Arrived = Callable[[memoryview], None]
 """Takes the bytes that have come."""
 
 
+class Beside:
+    """A group of a term's ranks for what travels beside training.
+
+    Args:
+        parallel: The job, whose end ends it.
+        group: Of the term; all its ranks must make this, at the same place.
+    """
+
+    def __init__(self, parallel: DataParallel, group: dist.ProcessGroup) -> None:
+        self.group = private_group(group)
+        self._lifetime = parallel.job.compute.lifetime
+        self._wait = self._lifetime.failures.among(self.group, range(group.size()), "")
+
+    def wait(self, started: Started) -> None:
+        """Wait for one message.
+
+        Raises:
+            CommunicationError: A rank was lost.
+        """
+        with contextlib.nullcontext() if self._lifetime.has_finished else self._lifetime.running():
+            self._wait(*started)
+
+
 class Copies:
     """Copies under way between the ranks of one term; see Note [Beside training].
 
@@ -34,9 +57,7 @@ class Copies:
 
     def __init__(self, parallel: DataParallel, group: dist.ProcessGroup) -> None:
         self._exchange = parallel.job.exchange
-        self._group = private_group(group)
-        self._lifetime = parallel.job.compute.lifetime
-        self._wait = self._lifetime.failures.among(self._group, range(group.size()), "")
+        self._beside = Beside(parallel, group)
         self._works: Iterator[Started] = iter(())
         self._awaited: Started | None = None
         self._arriving = memoryview(b"")
@@ -54,7 +75,7 @@ class Copies:
             arrived: Takes those of the rank as much before, once they are there.
         """
         self._exchange.count_sent(len(content))
-        self._works, self._arriving = passing_on(self._group, content, lengths, distance)
+        self._works, self._arriving = passing_on(self._beside.group, content, lengths, distance)
         self._arrived = arrived
         self._step()
 
@@ -84,9 +105,8 @@ class Copies:
                 self._step()
 
     def _take(self, awaited: Started) -> None:
-        with contextlib.nullcontext() if self._lifetime.has_finished else self._lifetime.running():
-            self._wait(*awaited)
-            self._step()
+        self._beside.wait(awaited)
+        self._step()
 
     def _step(self) -> None:
         self._awaited = next(self._works, None)

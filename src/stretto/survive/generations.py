@@ -8,7 +8,6 @@ others not. Two generations are kept, because ranks may be lost while copies of 
 """
 
 import dataclasses
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -56,10 +55,12 @@ class Memory:
     """The shares that one process holds; they outlive the job.
 
     Args:
+        machine: Its name, equal on processes that are likely to be lost at once.
         is_first: Whether the process is a member from the beginning of the job. If it holds nothing, there is nothing.
     """
 
-    def __init__(self, *, is_first: bool) -> None:
+    def __init__(self, machine: str, *, is_first: bool) -> None:
+        self._machine = machine
         self._knows_of_none = is_first
         """Whether no generation has been whole yet, as far as this process knows."""
         self._is_doubled = True
@@ -85,8 +86,8 @@ class Memory:
         *,
         loader: Loader | None = None,
         extra: Any = None,
-    ) -> list[Any]:
-        """Keep the state of a job at rest; all ranks must call. Return what every rank has told.
+    ) -> list[tuple[str, Any]]:
+        """Keep the state of a job at rest; all ranks must call. Return every rank's machine, and what it has told.
 
         Args:
             parallel: The job.
@@ -107,7 +108,7 @@ class Memory:
             for listener in parallel.job.model.listeners:
                 listener.committed_is_read()
         own = Share(parallel.world_size, _digest(content), content)
-        record = [len(content), own.digest, socket.gethostname(), self._is_doubled, told]
+        record = [len(content), own.digest, self._machine, self._is_doubled, told]
         records = Ranks(parallel).gather("keeping a state in memory", lambda: record)
         generation = Generation(term, parallel.steps)
         self._shares[generation] = {parallel.rank: own}
@@ -123,8 +124,8 @@ class Memory:
             copy = Share(parallel.world_size, records[owner][1], copied)
             self._is_doubled = self._take(generation, owner, copy)
 
-        _give(copies, parallel.rank, content, [(length, host) for length, _, host, *_ in records], take)
-        return [told for *_, told in records]
+        _give(copies, parallel.rank, content, [(length, machine) for length, _, machine, *_ in records], take)
+        return [(machine, told) for _, _, machine, _, told in records]
 
     def load(
         self, parallel: DataParallel, copies: Copies, *, loader: Loader | None = None
@@ -184,11 +185,11 @@ class Memory:
             [owner, shares[owner].owners, shares[owner].digest, len(shares[owner].content)] for owner in alone
         ]
         told: list[Any] = Ranks(parallel).gather(
-            "giving out copies of shares", lambda: [socket.gethostname(), records]
+            "giving out copies of shares", lambda: [self._machine, records]
         )
         for index in range(max(len(given) for _, given in told)):
             content = shares[alone[index]].content if index < len(alone) else b""
-            lengths = [(given[index][3] if index < len(given) else 0, host) for host, given in told]
+            lengths = [(given[index][3] if index < len(given) else 0, machine) for machine, given in told]
 
             def take(source: int, copied: memoryview, index: int = index) -> None:
                 if index < len(told[source][1]):
@@ -232,22 +233,46 @@ def _give(
     """
     if len(records) == 1:
         return
-    distance = buddy_distance([host for _, host in records])
+    distance = buddy_distance([machine for _, machine in records])
     source = (rank - distance) % len(records)
     copies.give(content, [length for length, _ in records], distance, partial(take, source))
 
 
-def buddy_distance(hosts: Sequence[str]) -> int:
+def may_leave(machines: Sequence[str], wish: Sequence[int], *, together: bool) -> set[int]:
+    """Return who may leave right after a state was kept, so that all of its shares stay in somebody's memory.
+
+    The others among those that wish to may do so after the next one.
+
+    Args:
+        machines: The name of every rank's.
+        wish: The ranks that wish to leave. Where nobody would be left, all may at once.
+        together: Whether a machine is left by all of its ranks.
+    """
+    ranks = range(len(machines))
+    distance = buddy_distance(machines) if len(machines) > 1 else 0
+    units = [
+        {rank, *(other for other in ranks if together and machines[other] == machines[rank])} for rank in wish
+    ]
+    if set().union(*units) == set(ranks):
+        return set(ranks)
+    leaving: set[int] = set()
+    for unit in units:
+        if all({owner, (owner + distance) % len(ranks)} - leaving - unit for owner in ranks):
+            leaving |= unit
+    return leaving
+
+
+def buddy_distance(machines: Sequence[str]) -> int:
     """Return how far on the rank is to which each rank gives a copy: so that most are on another machine.
 
     Args:
-        hosts: The machine of every rank, of two or more.
+        machines: The name of every rank's, of two or more.
     """
 
     def alike(distance: int) -> int:
-        return sum(host == hosts[(rank + distance) % len(hosts)] for rank, host in enumerate(hosts))
+        return sum(one == machines[(rank + distance) % len(machines)] for rank, one in enumerate(machines))
 
-    return min(range(1, len(hosts)), key=alike)
+    return min(range(1, len(machines)), key=alike)
 
 
 def _digest(content: bytes | memoryview) -> str:

@@ -11,7 +11,7 @@ one has another, and nothing that was written about the dead one counts for it.
     came/<rank>           how often a process has come for this place
     place/<rank>          the seat of the one that has come for it last
     newcomers             how many have come after the start
-    waiting               seats that want to come in, one a line
+    waiting               seats that want to come in, one a line, with their places
     entered               those of them that have: who is lost later does not wait again
     latest                the term that was agreed last
     <term>/said/<seat>    whether a process goes on or has done its work, and whom it takes for dead
@@ -24,12 +24,19 @@ Note [Who is gone]
     own part has ended. Otherwise it is gone after `silent_seconds` without a sign. So a rank that is late is waited
     for, and one that sleeps is not. Where all members of a term are dead, nobody waits to come in any longer. So it is
     where none of them has given a sign of life for longer than a new term takes to be agreed and to begin.
+
+Note [Nodes come and go whole]
+    Where ranks of a node do together what one cannot do alone, sum gradients before they leave it or hold a model in
+    shards, a node that has lost one of them is of no use to the others. Then the list has those nodes alone of which
+    all ranks are there, node by node, and in a node by place. Who lives on a node that is not whole is left out, and
+    comes again with the process that is started in the place of the dead one.
 """
 
 import contextlib
 import dataclasses
 import json
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -73,10 +80,33 @@ class Ended:
     """Whether this member has done its work; the job has ended once all have."""
 
 
+def by_node(seats: Sequence[int], places: Mapping[int, int], ranks_per_node: int) -> list[int]:
+    """Return the seats of whole nodes, node by node; see Note [Nodes come and go whole].
+
+    Args:
+        seats: In order; of two for one place, the later one counts.
+        places: Of seats; any other seat is the one of its place.
+        ranks_per_node: 1 leaves all as they are.
+    """
+    if ranks_per_node == 1:
+        return list(seats)
+    nodes: dict[int, dict[int, int]] = {}
+    for seat in seats:
+        place = places.get(seat, seat)
+        nodes.setdefault(place // ranks_per_node, {})[place] = seat
+    return [
+        seat for node in nodes.values() if len(node) == ranks_per_node for _, seat in sorted(node.items())
+    ]
+
+
 class Members(Protocol):
     """One process's part in the agreement, whatever it is agreed by; `Membership` says what each part does."""
 
     seat: int
+    ranks_per_node: int
+
+    @property
+    def machine(self) -> str: ...
 
     @property
     def deaths(self) -> Mapping[int, str]: ...
@@ -91,6 +121,8 @@ class Members(Protocol):
 
     def group(self, number: int, seats: Sequence[int]) -> Leavable: ...
 
+    def leave_out(self, seat: int, why: str) -> None: ...
+
     def died(self, how: str) -> None: ...
 
 
@@ -104,6 +136,7 @@ class Membership:
         silent_seconds: How long a member may say nothing and give no sign of life.
         seat: Where whoever starts the processes numbers them; None draws a number.
         address: Of this machine, where Gloo listens; None lets Gloo choose.
+        ranks_per_node: Of places that follow each other; see Note [Nodes come and go whole].
     """
 
     def __init__(
@@ -114,9 +147,13 @@ class Membership:
         silent_seconds: float,
         seat: int | None = None,
         address: str | None = None,
+        ranks_per_node: int = 1,
     ) -> None:
         self._job = store
         self._address = address
+        self._place = rank
+        self.ranks_per_node = ranks_per_node
+        """Of places that follow each other; 1 where each process stands for itself."""
         self._store: Store = PrefixStore("membership", store)
         self._ranks = ranks
         self._silent_seconds = silent_seconds
@@ -126,6 +163,13 @@ class Membership:
         self._is_lost = False
         self.seat = seat if seat is not None else self._bounded(lambda: self._draw(rank))
         """Of this process."""
+
+    @property
+    def machine(self) -> str:
+        """What is lost at once, in a word: the machine of this process, or its node."""
+        if self.ranks_per_node == 1:
+            return socket.gethostname()
+        return f"node {self._place // self.ranks_per_node}"
 
     def enter(self) -> tuple[int, Sequence[int]]:
         """Return the first term that this process is in: its number, and the seats of its members in order.
@@ -150,7 +194,7 @@ class Membership:
         return self._bounded(lambda: self._agree(ended))
 
     def newcomers(self, seats: Sequence[int]) -> list[int]:
-        """Return who wanted to come in when this was last asked, and look again; it never waits for the store."""
+        """Return who wanted to come in when this was last asked, and could, and look again; it never waits."""
         if not self._looking.is_alive():
             self._looking = threading.Thread(target=self._look, name="stretto-newcomers", daemon=True)
             self._looking.start()
@@ -175,6 +219,15 @@ class Membership:
         """
         store = PrefixStore(f"term/{number}", self._job)
         return LeavableGroup(store, seats, list(seats).index(self.seat), address=self._address)
+
+    def leave_out(self, seat: int, why: str) -> None:
+        """Let nobody go on with a process; it ends once it hears of it.
+
+        Raises:
+            PeerFailed: The store is gone.
+            PeerSilent: The store does not answer.
+        """
+        self._bounded(lambda: announce_death(self._job, seat, why))
 
     def died(self, how: str) -> None:
         """Tell the others that this process leaves for good, if the store answers."""
@@ -236,7 +289,7 @@ class Membership:
         return seat
 
     def _wait_to_come_in(self) -> tuple[int, Sequence[int]]:
-        self._store.append("waiting", f"{self.seat}\n")  # type: ignore[attr-defined]  # missing in torch's stub
+        self._store.append("waiting", f"{self.seat} {self._place}\n")  # type: ignore[attr-defined]  # missing in torch's stub
         known, members, looked_at = None, None, -math.inf
         while True:
             latest = self._read("latest")
@@ -256,7 +309,8 @@ class Membership:
             if is_over:
                 raise LeftOut(
                     f"seat {self.seat}: the job ended before this process could come in: no member is left; if its "
-                    "work is not done, start it again from its last checkpoint"
+                    "work is not done, start it again from its last checkpoint",
+                    is_over=True,
                 )
             self._pause()
 
@@ -282,26 +336,32 @@ class Membership:
     def _listed(self, number: int) -> tuple[int, Sequence[int]]:
         seats = self._read(f"{number}/list")
         if seats and self.seat not in seats:
+            node = "" if self.ranks_per_node == 1 else ", or a rank of its node is gone"
             raise LeftOut(
                 f"seat {self.seat}: the others go on without this process, as seats {seats}: it had given no sign of "
-                "life (Options.silent_seconds), or was taken for dead"
+                f"life (Options.silent_seconds), or was taken for dead{node}"
             )
         return number, seats
 
     def _look(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone, which the next loss will show
-            self._waiting = self._asking(())
+            self._waiting = self._whole(self._asking(()))
 
     def _asking(self, seats: Sequence[int]) -> list[int]:
         """Return who wants to come in and lives, but for those that are in already."""
-        died, entered = deaths(self._job), self._seats_in("entered")
-        return [seat for seat in self._seats_in("waiting") if seat not in {*seats, *died, *entered}]
+        died, entered = deaths(self._job), [seat for (seat,) in self._lines("entered")]
+        return [seat for seat, _ in self._lines("waiting") if seat not in {*seats, *died, *entered}]
 
-    def _seats_in(self, key: str) -> list[int]:
-        return list(map(int, self._store.get(key).decode().split())) if self._store.check([key]) else []
+    def _whole(self, seats: Sequence[int]) -> list[int]:
+        places = {seat: place for seat, place in self._lines("waiting")}
+        return by_node(seats, places, self.ranks_per_node)
+
+    def _lines(self, key: str) -> list[list[int]]:
+        found = self._store.get(key).decode() if self._store.check([key]) else ""
+        return [list(map(int, line.split())) for line in found.splitlines()]
 
     def _propose(self, number: int, seats: Sequence[int]) -> None:
-        listed = json.loads(self._store.compare_set(f"{number}/list", "", json.dumps(list(seats))))
+        listed = json.loads(self._store.compare_set(f"{number}/list", "", json.dumps(self._whole(seats))))
         came = "".join(f"{seat}\n" for seat in listed if seat >= self._ranks)
         if came:
             self._store.append("entered", came)  # type: ignore[attr-defined]  # missing in torch's stub

@@ -9,10 +9,13 @@ import copy
 import dataclasses
 import logging
 import math
+import signal
+import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
@@ -20,12 +23,14 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from stretto.checkpoint.load import Restored
+from stretto.checkpoint.ranks import Ranks
 from stretto.continuation import Loader
 from stretto.engine.state import set_settings
 from stretto.engine.watcher import store_of
 from stretto.errors import (
     CommunicationError,
     ConfigError,
+    CorruptionError,
     LeftOut,
     OutOfTurn,
     PeerFailed,
@@ -33,10 +38,12 @@ from stretto.errors import (
     StrettoError,
 )
 from stretto.groups import Leavable, await_left, told_place
+from stretto.guards.strikes import to_leave_out
 from stretto.optimizer import Hyperparameters, read_hyperparameters
 from stretto.parallel import DataParallel
+from stretto.survive.asking import Asking
 from stretto.survive.copies import Copies
-from stretto.survive.generations import Memory
+from stretto.survive.generations import Memory, may_leave
 from stretto.survive.membership import Ended, Members, Membership
 
 _log = logging.getLogger("stretto")
@@ -129,6 +136,45 @@ class _Costs:
         return [self.keep_seconds, seconds / updates, self.keep_bytes, sent / updates]
 
 
+class Wish:
+    """Whether this process wants to leave; asked by its user, or by a signal."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+
+    def ask(self) -> None:
+        """Let it."""
+        self.is_asked = True
+
+    @contextmanager
+    def at(self, signals: Sequence[signal.Signals]) -> Iterator[None]:
+        """Let the first of these signals ask, inside the block; the next does what it did before."""
+        before = {number: signal.getsignal(number) for number in signals}
+
+        def heard(number: int, _: object) -> None:
+            self.ask()
+            signal.signal(number, before[signal.Signals(number)])
+
+        try:
+            for number in signals:
+                signal.signal(number, heard)
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Process:
+    """What stays with a process from term to term."""
+
+    membership: Members
+    memory: Memory
+    every: int | None
+    """Updates between two generations; None lets the library choose."""
+    wish: Wish
+
+
 class Term:
     """What the user's function is told of the time until a rank is lost or comes."""
 
@@ -137,9 +183,7 @@ class Term:
         number: int,
         seats: Sequence[int],
         group: Any,
-        membership: Members,
-        memory: Memory,
-        every: int | None,
+        process: _Process,
         before: _Before,
     ) -> None:
         self.number = number
@@ -150,13 +194,12 @@ class Term:
         """This process's place among the members, and how many there are."""
         self.seats = tuple(seats)
         """The numbers of its members' processes, which no other process has had."""
-        self._membership = membership
-        self._memory = memory
-        self._every = every
+        self._process = process
         self._before = before
         self._due = 0
         self._costs = _Costs()
         self._copies: Copies | None = None
+        self._asking: Asking | None = None
         self._job: weakref.ref[DataParallel] | None = None
         self.beginning = _Beginning()
 
@@ -187,7 +230,7 @@ class Term:
         self._job = weakref.ref(parallel)
         self.beginning.note(parallel)
         self._copies = Copies(parallel, self.group)
-        restored = self._memory.load(parallel, self._copies, loader=loader)
+        restored = self._process.memory.load(parallel, self._copies, loader=loader)
         if restored is None:
             if begin is not None:
                 begin()
@@ -195,15 +238,23 @@ class Term:
             self._copies.complete()  # there is no state before this one
         elif self.rank == 0:
             _log.warning("%s", self._before.line(restored.step, self.world_size))
+        self._asking = Asking(parallel, self.group)
         return restored
+
+    def leave(self) -> None:
+        """Let this process leave soon: its machine is taken away, say. It may be called at any time, by any thread.
+
+        All members keep a state after the same update, within seconds, and the others go on from there without this
+        process, so nothing is done again. Here `keep` does not return then, and `survives` raises `LeftOut`.
+        """
+        self._process.wish.ask()
 
     def keep(self, parallel: DataParallel, *, loader: Loader | None = None, extra: Any = None) -> None:
         """Keep the state, if it is time to; all ranks must call, after every `Update`.
 
+        It is time when so many updates have passed, and when a member leaves or a process waits to come in. Then the
+        term ends here too, and nothing is done again: an exception that is no `Exception` leaves the caller's function.
         Copies of the state that was kept last travel meanwhile, and go on whenever this is called.
-
-        Where processes wait to come in, the term ends here, and nothing is done again: an exception that is no
-        `Exception` leaves the caller's function.
 
         Args:
             parallel: The job.
@@ -214,35 +265,52 @@ class Term:
             OutOfTurn: `go_on` was not called before.
             CommunicationError: A rank was lost.
         """
-        copies = self._copies
-        if copies is None:
+        copies, asking = self._copies, self._asking
+        if copies is None or asking is None:
             raise OutOfTurn(f"rank {self.rank}: term.keep() before term.go_on(): expected it before training")
+        is_asked = asking.look(parallel.steps, self._asks)
         began = time.perf_counter()
-        if parallel.steps < self._due:
+        if parallel.steps < self._due and not is_asked:
             copies.go_on()
             self._costs.keep_seconds += time.perf_counter() - began
             return
         copies.complete()
         self._costs.keep_seconds += time.perf_counter() - began
-        if waiting := self._keep(parallel, copies, loader, extra() if callable(extra) else extra):
+        seats = self._keep(parallel, copies, loader, extra() if callable(extra) else extra)
+        if seats != list(self.seats):
             copies.complete()
+            # After this nobody waits for those that leave.
+            Ranks(parallel).gather("ending a term", lambda: None)
             parallel.leave()
-            raise _NewMembers([*self.seats, *waiting], self.group)
+            raise _Planned(seats, self.group)
+
+    def _asks(self) -> bool:
+        """Return whether this member has a reason to end the term; the first one looks for those that wait."""
+        return self._process.wish.is_asked or (
+            self.rank == 0 and bool(self._process.membership.newcomers(self.seats))
+        )
 
     def _keep(self, parallel: DataParallel, copies: Copies, loader: Loader | None, extra: Any) -> list[int]:
+        """Keep the state; return the seats of those that go on from it."""
         began, sent_bytes = time.perf_counter(), parallel.sent_bytes
         told = {
             "measured": self._costs.measured(parallel),
-            "waiting": self._membership.newcomers(self.seats) if self.rank == 0 else [],
+            "leaves": self._process.wish.is_asked,
+            "waiting": self._process.membership.newcomers(self.seats) if self.rank == 0 else [],
         }
-        by_rank = self._memory.keep(parallel, copies, self.number, told, loader=loader, extra=extra)
+        by_rank = self._process.memory.keep(parallel, copies, self.number, told, loader=loader, extra=extra)
         at, sent = time.perf_counter(), parallel.sent_bytes
         self._costs = _Costs(parallel.steps, at, sent, at - began, sent - sent_bytes)
-        known = [one["measured"] for one in by_rank if one["measured"] is not None]
+        known = [one["measured"] for _, one in by_rank if one["measured"] is not None]
         interval = max((updates_between(*one) for one in known), default=_FIRST_UPDATES)
-        self._due = parallel.steps + (interval if self._every is None else self._every)
-        come: list[int] = by_rank[0]["waiting"]
-        return come
+        self._due = parallel.steps + (interval if self._process.every is None else self._process.every)
+        leaving = may_leave(
+            [machine for machine, _ in by_rank],
+            [rank for rank, (_, one) in enumerate(by_rank) if one["leaves"]],
+            together=self._process.membership.ranks_per_node > 1,
+        )
+        stay = [seat for rank, seat in enumerate(self.seats) if rank not in leaving]
+        return [*stay, *by_rank[0][1]["waiting"]]
 
     def end(self, error: BaseException) -> Ended:
         """End the job where it has not ended, and leave the group; return what to bring into the agreement."""
@@ -252,7 +320,7 @@ class Term:
             parallel.job.compute.lifetime.failures.let_go()  # they hold threads of the group
         if self._copies is not None:
             self._copies.end()
-            self._copies = None
+            self._copies = self._asking = None
         jobs = self.group.of_jobs
         signs = store_of(jobs[0]) if jobs else None
         ranks = error.ranks if isinstance(error, PeerFailed | PeerSilent) else ()
@@ -266,8 +334,8 @@ class Term:
         return "before training" if parallel is None else f"after update {parallel.steps}"
 
 
-class _NewMembers(BaseException):
-    """The term ends with everything kept, because others have come."""
+class _Planned(BaseException):
+    """The term ends with everything kept, because others have come or some leave: with those that go on."""
 
     def __init__(self, seats: Sequence[int], group: Leavable) -> None:
         super().__init__(seats)
@@ -283,6 +351,8 @@ def survives(  # noqa: PLR0913  # where the process stands, and how often the st
     ranks: int | None = None,
     every: int | None = None,
     silent_seconds: float = 60.0,
+    ranks_per_node: int = 1,
+    leaves_at: Sequence[signal.Signals] = (),
     seat: int | None = None,
     address: str | None = None,
 ) -> T:
@@ -306,23 +376,38 @@ def survives(  # noqa: PLR0913  # where the process stands, and how often the st
         every: Updates between two generations; None lets the library choose, so that keeping them takes about a
             hundredth of the time.
         silent_seconds: How long a rank that says nothing may give no sign of life before the others go on without it.
+        ranks_per_node: Of places that follow each other, where a node that has lost a rank is of no use: where
+            `Options(ranks_per_node=...)` says so, or its ranks hold a model in shards. Such a node is left out, and
+            comes in again once all of its ranks have been started again.
+        leaves_at: Signals at which this process leaves (`Term.leave`), such as `signal.SIGTERM` where machines are
+            taken away with notice. A second one does what it would do without this.
         seat: The number of this process, where whoever starts them numbers them: places first, then on from there.
         address: Of this machine, where Gloo listens; None lets Gloo choose.
 
     Raises:
-        LeftOut: The others go on without this process.
+        ConfigError: `ranks` is no multiple of `ranks_per_node`, or `leaves_at` is given outside the main thread.
+        LeftOut: The others go on without this process: it has left as it was asked to, was taken for dead, or its node
+            is not whole.
+        CorruptionError: Guards have named this process, or cannot say whom to name; those that they do not name go on.
         CommunicationError: Three terms in a row have lost nobody and committed nothing.
         Exception: What `train` raises; the others go on without this process.
     """
     rank, ranks = told_place(rank, ranks)
+    if ranks % ranks_per_node:
+        raise ConfigError(f"ranks_per_node={ranks_per_node}: expected a divisor of the {ranks} ranks")
+    if leaves_at and threading.current_thread() is not threading.main_thread():
+        raise ConfigError("leaves_at: Python handles signals in the main thread alone: call survives there")
     job = PrefixStore("survive", connect(store) if isinstance(store, str) else store)
-    return survive_among(train, Membership(job, rank, ranks, silent_seconds, seat, address), every)
+    membership = Membership(job, rank, ranks, silent_seconds, seat, address, ranks_per_node)
+    wish = Wish()
+    with wish.at(leaves_at):
+        return survive_among(train, membership, every, wish)
 
 
-def survive_among(train: Callable[[Term], T], membership: Members, every: int | None) -> T:
+def survive_among(train: Callable[[Term], T], membership: Members, every: int | None, wish: Wish) -> T:
     """As `survives`, whatever members agree by."""
     try:
-        return _Survivor(train, membership, every).run()
+        return _Survivor(train, membership, every, wish).run()
     except LeftOut:
         raise
     except BaseException as error:
@@ -335,10 +420,13 @@ def survive_among(train: Callable[[Term], T], membership: Members, every: int | 
 class _Survivor(Generic[T]):
     """One process, from term to term."""
 
-    def __init__(self, train: Callable[[Term], T], membership: Members, every: int | None) -> None:
+    def __init__(
+        self, train: Callable[[Term], T], membership: Members, every: int | None, wish: Wish
+    ) -> None:
         self._train = train
         self._membership = membership
         self._every = every
+        self._wish = wish
         self._before = _Before()
         self._fruitless = 0
         self._planned: Leavable | None = None
@@ -347,31 +435,39 @@ class _Survivor(Generic[T]):
     def run(self) -> T:
         """Return what the function has returned in the last term."""
         number, seats = self._membership.enter()
-        self._memory = Memory(is_first=number == 0)
+        memory = Memory(self._membership.machine, is_first=number == 0)
+        self._process = _Process(self._membership, memory, self._every, self._wish)
         while True:
             (number, seats), result = self._live_through(number, seats)
-            if not seats:
+            if result and not seats:
                 return result[0]
+            if not seats:
+                raise LeftOut(
+                    f"seat {self._membership.seat}: nobody goes on: all have left, or no node is whole any more; if "
+                    "the work is not done, start the job again from its last checkpoint",
+                    is_over=True,
+                )
             self._beginning.put_back()
 
     def _live_through(self, number: int, seats: Sequence[int]) -> tuple[tuple[int, Sequence[int]], list[T]]:
         """Return the following term, with no members where the job has ended, and what the function has returned."""
-        newest, term = self._memory.newest, None
+        newest, term = self._process.memory.newest, None
         try:
             term = self._begin(number, seats)
             result = self._train(term)
-        except _NewMembers as planned:
+        except _Planned as planned:
             self._planned, at = planned.group, time.perf_counter()
-            following = self._membership.plan(number + 1, planned.seats)
-            self._before = _Before(f"term {number} ended as others had come", at, time.perf_counter())
+            following = self._plan(number + 1, planned)
+            how = _changes(seats, following[1])
+            self._before = _Before(f"term {number} ended {how}", at, time.perf_counter())
             return following, []
         except RuntimeError as error:
-            if not _is_loss(error, term):
+            if not _is_loss(error, term) and not self._goes_on_without(error, seats):
                 raise
             at, reached = time.perf_counter(), "before training" if term is None else term.reached
             ended = Ended(number, seats) if term is None else term.end(error)
             following = self._membership.following(ended)
-            self._check_fruit(error, following[1] == seats and self._memory.newest == newest)
+            self._check_fruit(error, following[1] == seats and self._process.memory.newest == newest)
             agreed, why = time.perf_counter(), self._why(seats, following[1], error)
             self._before = _Before(f"term {number} ended {reached} ({why})", at, agreed)
             _release(error)
@@ -379,6 +475,31 @@ class _Survivor(Generic[T]):
         following = self._end_of_work(number, seats)
         term.group.leave()
         return following, [result]
+
+    def _plan(self, number: int, planned: "_Planned") -> tuple[int, Sequence[int]]:
+        """Return the term after one that ended by plan, if this process is in it."""
+        own = self._membership.seat
+        try:
+            following = self._membership.plan(number, planned.seats)
+        except LeftOut as error:
+            planned.group.leave()
+            if own in planned.seats or not self._wish.is_asked:
+                raise
+            raise LeftOut(
+                f"seat {own}: this process has left, as it was asked to, before term {number}"
+            ) from error
+        if not following[1]:
+            planned.group.leave()
+        return following
+
+    def _goes_on_without(self, error: RuntimeError, seats: Sequence[int]) -> bool:
+        """Return whether this process goes on where guards have found damage: without the ranks that they name."""
+        if not isinstance(error, CorruptionError) or (ranks := to_leave_out([error], len(seats))) is None:
+            return False
+        named = [seats[rank] for rank in ranks]
+        for seat in named:
+            self._membership.leave_out(seat, f"guards have named it: {error}")
+        return self._membership.seat not in named
 
     def _end_of_work(self, number: int, seats: Sequence[int]) -> tuple[int, Sequence[int]]:
         """Return the term after the one in which this process has done its work; without a store, nobody asks."""
@@ -394,7 +515,7 @@ class _Survivor(Generic[T]):
         if self._planned is not None:
             self._planned.leave()
             self._planned = None
-        term = Term(number, seats, group, self._membership, self._memory, self._every, self._before)
+        term = Term(number, seats, group, self._process, self._before)
         self._beginning = term.beginning
         return term
 
@@ -404,8 +525,11 @@ class _Survivor(Generic[T]):
             raise error
 
     def _why(self, seats: Sequence[int], following: Sequence[int], error: RuntimeError) -> str:
-        died = self._membership.deaths
-        lost = [f"seat {seat} is lost: {died.get(seat, error)}" for seat in seats if seat not in following]
+        died, gone = self._membership.deaths, [seat for seat in seats if seat not in following]
+        unknown = str(error)
+        if self._membership.ranks_per_node > 1 and set(gone) & set(died):
+            unknown = "its node is not whole"
+        lost = [f"seat {seat} is lost: {died.get(seat, unknown)}" for seat in gone]
         return "; ".join(lost) or str(error)
 
 
@@ -441,6 +565,15 @@ def connect(address: str) -> Store:
         raise CommunicationError(
             f"no store at {address} ({str(error).splitlines()[0]}): start `stretto meet` on a machine that stays"
         ) from error
+
+
+def _changes(before: Sequence[int], after: Sequence[int]) -> str:
+    """Return in words who has come and who has left."""
+    come, left = (
+        [seat for seat in one if seat not in other] for one, other in ((after, before), (before, after))
+    )
+    parts = [f"{how} {', '.join(map(str, who))}" for how, who in (("with", come), ("without", left)) if who]
+    return f"by plan, to go on {' and '.join(parts)}"
 
 
 def _is_loss(error: RuntimeError, term: Term | None) -> bool:

@@ -301,9 +301,6 @@ class RunConfig(Job[TaskT]):
         unfit = {
             "faults": numbered if self.faults else "",
             "noise": numbered if self.noise is not None and self.noise.ranks is not None else "",
-            "ranks_per_node": ""
-            if self.ranks_per_node is None
-            else "sums inside nodes need equally many ranks in each, and a node that has lost one gives none",
             "async_save": "a rank that is lost leaves its part of the checkpoint unfinished, and the others do not "
             "hear of it"
             if self.async_save

@@ -178,7 +178,9 @@ def train(
         outcomes = ranks.call_replaced(
             surviving_rank, run.restarts, _say, run, warmup_updates, shows_progress
         )
-        return next(outcome for outcome in outcomes if outcome is not None)  # that the others have left
+        return next(
+            outcome for outcome in outcomes if isinstance(outcome, Outcome)
+        )  # that the others have left
     return ranks.call(train_rank, run, warmup_updates, shows_progress, is_passing)[0]
 
 

@@ -44,6 +44,7 @@ from stretto_lab.train.configuration import RunConfig, TaskT
 from stretto_lab.train.handle import Rehearsal, open_handle
 from stretto_lab.train.loop import Loop, LoopPlan, Stopwatch, seconds_to_loss
 from stretto_lab.train.outcome import Outcome, Totals, note_parameters
+from stretto_lab.train.replaced import Left
 from stretto_lab.train.shards import placed, whole_state
 from stretto_lab.train.slow_rank import Wait, slow_down
 from stretto_lab.train.state import Saves, TrainState, loader_of
@@ -115,8 +116,8 @@ def train_rank(
 
 def surviving_rank(
     info: RankInfo, run: RunConfig[TaskT], warmup_updates: int, shows_progress: bool
-) -> Outcome | None:
-    """As `train_rank`, on workers of which some may be lost or come; None where the others go on without this one."""
+) -> Outcome | Left | None:
+    """As `train_rank`, on workers of which some may be lost or come; None where it came when the others were done."""
     torch.set_num_threads(run.threads)
     device = choose_device(run.device, info)
     wire = Wire(Link.parse(run.link))
@@ -146,11 +147,12 @@ def surviving_rank(
             rank=info.rank,
             ranks=info.world_size,
             silent_seconds=run.silent_seconds,
+            ranks_per_node=run.ranks_per_node or 1,
             seat=info.seat,
             address=address_of(info),
         )
-    except LeftOut:
-        return None
+    except LeftOut as error:
+        return None if error.is_over else Left(str(error))
 
 
 @contextmanager

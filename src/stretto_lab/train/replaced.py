@@ -33,12 +33,20 @@ def run_replaced(
         The results of those that have lived to the end, in the order in which they were started.
 
     Raises:
-        WorkerFailed: One has raised an error, or none is left. All other processes have ended too.
+        WorkerFailed: One has raised an error, and it was not that guards have named it alone; or none is left. All
+            other processes have ended too.
     """
     with supervised(lands=True) as workers:
         replaced = _Replaced(workers, function, infos, restarts, log, args)
         workers.let_land()
         return replaced.results()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Left:
+    """What a function returns on a worker without which the others go on, though nothing is wrong with it."""
+
+    why: str
 
 
 class _Replaced:
@@ -83,21 +91,24 @@ class _Replaced:
             announce(info, str(death))
             if not self._running:
                 raise
-            replaces = self._restarts > 0
-            self._log(
-                f"worker {seat} is lost ({death}): {len(self._running)} go on; "
-                + (
-                    f"worker {self._seats} is started in its place"
-                    if replaces
-                    else "none is started any more"
-                )
-            )
-            if replaces:
-                self._restarts -= 1
-                self._start(info)
+            self._lose(seat, info, str(death))
             return
-        if not succeeded:
+        if not succeeded and report.damage and self._running:
+            self._log(f"worker {seat} is left out ({report.text}): {len(self._running)} go on")
+        elif not succeeded:
             raise WorkerFailed(
                 f"worker {seat} failed: {report.text}", [report.damage] if report.damage else []
             )
-        self._results[seat] = report
+        elif isinstance(report, Left):
+            self._lose(seat, info, report.why)
+        else:
+            self._results[seat] = report
+
+    def _lose(self, seat: int, info: RankInfo, why: str) -> None:
+        """Start a worker in the place of one that is lost, if there are any left."""
+        replaces = self._restarts > 0
+        what = f"worker {self._seats} is started in its place" if replaces else "none is started any more"
+        self._log(f"worker {seat} is lost ({why}): {len(self._running)} go on; {what}")
+        if replaces:
+            self._restarts -= 1
+            self._start(info)

@@ -6,12 +6,12 @@ compared with its checksums when it is read.
 
 import dataclasses
 import platform
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from stretto import checkpoint
-from stretto.errors import ConfigError, CorruptionError, Quarantined, WorkerFailed
-from stretto.guards.strikes import blame
+from stretto.errors import ConfigError, WorkerFailed
+from stretto.guards.strikes import to_leave_out
 from stretto.records import Incident
 from stretto_lab.faults import FaultPlan
 from stretto_lab.observe import append_json_line
@@ -88,20 +88,6 @@ def ranks_per_node(before: int | None, world_size: int, left_out: Collection[int
     nodes = [] if before is None else [range(rank, rank + before) for rank in range(0, world_size, before)]
     are_whole = all(len(set(node) & set(left_out)) in (0, len(node)) for node in nodes)
     return before if are_whole else None
-
-
-def to_leave_out(damages: Sequence[CorruptionError], world_size: int) -> tuple[int, ...] | None:
-    """Return the ranks that a run goes on without; None where it cannot go on.
-
-    These are the ranks that caused the damage; of a link, the sender. Where that is every rank, all of them go on,
-    unless they have been repaired as often as allowed already.
-    """
-    culprits = blame({link for damage in damages for link in damage.links}).values()
-    senders = {culprit if isinstance(culprit, int) else culprit[0] for culprit in culprits}
-    named = senders.union(*(damage.ranks for damage in damages))
-    if len(named) < world_size:
-        return tuple(sorted(named))
-    return None if any(isinstance(damage, Quarantined) for damage in damages) else ()
 
 
 def _record(

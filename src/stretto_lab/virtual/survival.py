@@ -11,8 +11,8 @@ from typing import Any, Generic, TypeVar
 
 from stretto.errors import Deadlock, LeftOut, PeerFailed
 from stretto.survive import Term
-from stretto.survive.membership import Ended, Members
-from stretto.survive.terms import survive_among
+from stretto.survive.membership import Ended, Members, by_node
+from stretto.survive.terms import Wish, survive_among
 from stretto_lab.virtual.clock import Schedule, Task
 from stretto_lab.virtual.cluster import Results, VirtualCluster
 from stretto_lab.virtual.collectives import CollectiveMatcher, RunContext
@@ -31,7 +31,7 @@ class Died(BaseException):
     """Raised in a program, it ends the process of its rank there: the others are told nothing."""
 
 
-def survive(
+def survive(  # noqa: PLR0913  # where, and what a real run is told of its machines
     cluster: VirtualCluster,
     train: Callable[[Term], T],
     *,
@@ -39,6 +39,7 @@ def survive(
     agree_ns: int = 0,
     again_ns: int | None = None,
     silent_ns: int = 60_000_000_000,
+    ranks_per_node: int = 1,
     members: "Callable[[Survival[T], int], Members] | None" = None,
 ) -> Results[T]:
     """Call `train` with a `Term` on every rank, as `stretto.survives` does, and return when all that live have ended.
@@ -60,6 +61,7 @@ def survive(
         agree_ns: What it takes to notice a loss, to agree and to build the job again, beside what is sent.
         again_ns: After which a new process comes in the place of one that died or was left out; None for never.
         silent_ns: For which a process may be stopped (`term.group.stop`) before the others go on without it.
+        ranks_per_node: Of machines that follow each other; they come and go together, as under `stretto.survives`.
         members: Makes a process's part in the agreement, from this run and the place of the process; None for that of
             `VirtualMembership`.
 
@@ -69,13 +71,13 @@ def survive(
     Raises:
         BaseException: The first error of a program but `Died`.
     """
-    return Survival(cluster, train, every, agree_ns, again_ns, silent_ns, members).complete()
+    return Survival(cluster, train, every, agree_ns, again_ns, silent_ns, ranks_per_node, members).complete()
 
 
 class Survival(Generic[T]):
     """One run: its processes, and what they have agreed on. The arguments are those of `survive`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         cluster: VirtualCluster,
         train: Callable[[Term], T],
@@ -83,17 +85,20 @@ class Survival(Generic[T]):
         agree_ns: int,
         again_ns: int | None,
         silent_ns: int,
+        ranks_per_node: int,
         members: "Callable[[Survival[T], int], Members] | None",
     ) -> None:
         self._cluster, self._train, self._every = cluster, train, every
         self.agree_ns, self._again_ns, self._silent_ns = agree_ns, again_ns, silent_ns
         self._members = VirtualMembership if members is None else members
-        self.ranks = cluster.world_size
+        self.ranks, self.ranks_per_node = cluster.world_size, ranks_per_node
         self.trace = Trace()
         self.schedule = Schedule(cluster.seed, self._deadlock)
         self.places: dict[int, int] = {}
         """Of every seat, the machine on which its process runs."""
         self.died: dict[int, str] = {}
+        self.named: set[int] = set()
+        """Seats that others have left out, because guards had named them: their errors end nothing."""
         self.silent: set[int] = set()
         """Seats of processes that are stopped, and have been for longer than anybody waits."""
         self.waiting: list[int] = []
@@ -131,7 +136,7 @@ class Survival(Generic[T]):
         members = self._members(self, place)
         self.places[members.seat] = place
         try:
-            self._values[members.seat] = survive_among(self._train, members, self._every)
+            self._values[members.seat] = survive_among(self._train, members, self._every, Wish())
             self._ended_ns = schedule.now_ns
         except Died:
             return
@@ -139,7 +144,7 @@ class Survival(Generic[T]):
             if any(members.seat in seats for seats, _ in self._groups.values()):  # else the job has ended
                 self._start_again(place)
         except BaseException as error:
-            if schedule.failure is None:
+            if schedule.failure is None and members.seat not in self.named:
                 self._error = error
                 cause = f"seat {members.seat}: {type(error).__name__}: {error}"
                 schedule.fail(lambda: PeerFailed(cause))
@@ -167,9 +172,13 @@ class Survival(Generic[T]):
 
     def lose(self, seat: int, how: str) -> None:
         """A process is gone: let nobody wait for it any more, and start another one where that is asked for."""
-        self.died[seat] = how
-        self._give_up(seat)
+        self.leave_out(seat, how)
         self._start_again(self.places[seat])
+
+    def leave_out(self, seat: int, why: str) -> None:
+        """Let nobody wait for a process any more."""
+        self.died[seat] = why
+        self._give_up(seat)
 
     def stop(self, seat: int, duration_ns: int) -> None:
         """Let the current process, which is that of a seat, do nothing for so long, in none of its threads."""
@@ -224,6 +233,8 @@ class VirtualMembership:
     def __init__(self, survival: Survival[Any], place: int) -> None:
         self._survival = survival
         self.seat = survival.draw(place)
+        self.ranks_per_node = survival.ranks_per_node
+        self.machine = f"{place // survival.ranks_per_node}"
 
     @property
     def deaths(self) -> Mapping[int, str]:
@@ -263,12 +274,14 @@ class VirtualMembership:
 
     def newcomers(self, seats: Sequence[int]) -> list[int]:
         """See `Membership.newcomers`."""
-        return self._survival.asking(seats)
+        survival = self._survival
+        return by_node(survival.asking(seats), survival.places, survival.ranks_per_node)
 
     def plan(self, number: int, seats: Sequence[int]) -> tuple[int, Sequence[int]]:
         """See `Membership.plan`."""
-        self._survival.lists.setdefault(number, tuple(seats))
-        self._survival.changed()
+        survival = self._survival
+        survival.lists.setdefault(number, tuple(by_node(seats, survival.places, survival.ranks_per_node)))
+        survival.changed()
         return self._listed(number)
 
     def _listed(self, number: int) -> tuple[int, Sequence[int]]:
@@ -280,6 +293,11 @@ class VirtualMembership:
     def group(self, number: int, seats: Sequence[int]) -> "VirtualLeavable":
         """See `Membership.group`."""
         return VirtualLeavable(self._survival, number, seats, self.seat)
+
+    def leave_out(self, seat: int, why: str) -> None:
+        """See `Membership.leave_out`."""
+        self._survival.leave_out(seat, why)
+        self._survival.named.add(seat)
 
     def died(self, how: str) -> None:
         """See `Membership.died`."""
