@@ -5,6 +5,7 @@ drawn moment, and whoever supervises it starts another one in its place.
 
     survive-told      `stretto.survives`; whoever starts processes tells the others of a death, as `stretto train` does
     survive           the same, but nobody tells: a process is found dead by its connections and its silence
+    survive-leave     a process is told to leave, by SIGTERM in the place of SIGKILL, as where machines are taken away
     torchrun          stock DDP under one torchrun: all processes are started again and read a checkpoint from disk
     torchrun-nodes    the same with a torchrun for each rank, as on three machines, and its default settings
     torchrun-tuned    the same with keep_alive_interval=1, keep_alive_max_attempt=3, last_call_timeout=1
@@ -12,7 +13,7 @@ drawn moment, and whoever supervises it starts another one in its place.
     reconfigure       all-reduce on PyTorch's `_reconfigure` (2.14 and later); no state is kept, nobody comes again
 
 Two numbers for each kill: seconds until an update is committed by ranks that know of the loss, and until all three
-train again.
+train again. Of `survives` two more: for how long no update was committed, and how many were done again.
 
     python benchmarks/recovery.py --out benchmarks/results/DATE-recovery
     python benchmarks/recovery.py --width 10000 --arms survive-told torchrun --kills 3 --out DIR
@@ -41,6 +42,7 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore
 
 import stretto as st
+from stretto.errors import LeftOut
 from stretto.groups import announce_death
 from stretto.machine import describe_environment
 from stretto_lab.observe import replace_json
@@ -65,7 +67,7 @@ NODES = ("torchrun-nodes", "torchrun-tuned")
 APART = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without it processes that torchrun starts again find the addresses of those before (PyTorch 2.13, Gloo)."""
 TUNED = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
-ARMS = ("survive-told", "survive", "torchrun", "torchrun-nodes", "torchrun-tuned", "torchft")
+ARMS = ("survive-told", "survive", "survive-leave", "torchrun", "torchrun-nodes", "torchrun-tuned", "torchft")
 
 
 def network(width: int) -> nn.Sequential:
@@ -130,7 +132,12 @@ def survive(told: Told, rank: int, width: int, port: int, _: Path) -> None:
             told(heard=term.number)
             raise
 
-    st.survives(train, store=f"127.0.0.1:{port}", rank=rank, ranks=RANKS, every=EVERY)
+    store = f"127.0.0.1:{port}"
+    try:
+        st.survives(train, store=store, rank=rank, ranks=RANKS, every=EVERY, leaves_at=[signal.SIGTERM])
+    except LeftOut as error:
+        if not error.is_asked:
+            raise
 
 
 def restarted(told: Told, rank: int, width: int, _: int, folder: Path) -> None:
@@ -308,7 +315,7 @@ class Supervised:
         victim = rng.choice(alive)
         time.sleep(rng.uniform(0, 0.1))
         at = time.monotonic()
-        os.kill(victim["pid"], signal.SIGKILL)
+        os.kill(victim["pid"], signal.SIGTERM if self.arm == "survive-leave" else signal.SIGKILL)
         if self.arm == "reconfigure":
             self._store.set(f"killed/{self._killed}", str(victim["rank"]))
             self._killed += 1
@@ -382,6 +389,12 @@ def measure(arm: str, width: int, kills: int, folder: Path, seed: int) -> list[d
                     line["at"] - at for line in running.lines() if phase in line and line["at"] > at
                 ]:
                     row[phase] = min(times)
+            if arm.startswith("survive"):
+                updates = [
+                    line for line in running.lines() if "update" in line and line["term"] < after["term"]
+                ]
+                last = max(updates, key=lambda line: line["update"])
+                row |= {"stood": after["at"] - last["at"], "again": last["update"] - after["update"] + 1}
             if arm == "reconfigure":
                 return [row]  # nobody comes again
             now = running.wait(
@@ -433,10 +446,11 @@ def summary(arm: str, rows: Sequence[dict[str, Any]]) -> str:
     """Return what an arm took, in a line."""
     failed = sum("failed" in row for row in rows)
     words = [f"{arm:14s} {len(rows):3d} kills, {failed} not within {PATIENCE_SECONDS:g} s"]
-    for name in ("heard", "begins", "loaded", "to_update", "to_all"):
+    for name in ("heard", "begins", "loaded", "to_update", "stood", "to_all"):
         if times := [row[name] for row in rows if name in row]:
             words.append(f"{name} {statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f})")
-    return "; ".join(words) + " s"
+    again = [row["again"] for row in rows if "again" in row]
+    return "; ".join(words) + f" s; updates done again: {sorted(again)}"
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
     python examples/cluster/survive.py --store head:29400
 
-`RANK` and `WORLD_SIZE`, or srun, say which rank this process is. `stretto meet` hosts the store.
+`RANK` and `WORLD_SIZE`, or srun, say which rank this process is. `stretto meet` hosts the store. At a SIGTERM a process
+leaves the others, who lose nothing by it.
 """
 
 import argparse
+import signal
 
 import torch
 from torch import nn
@@ -42,7 +44,11 @@ def main() -> None:
                     term.keep(parallel)
             parallel.finish()
 
-    stretto.survives(train, store=options.store, every=options.every)
+    try:
+        stretto.survives(train, store=options.store, every=options.every, leaves_at=[signal.SIGTERM])
+    except stretto.errors.LeftOut as error:
+        if not error.is_asked:  # who has left as asked need not be started again
+            raise
 
 
 if __name__ == "__main__":

@@ -177,11 +177,12 @@ class LeftOut(CommunicationError):
     Args:
         message: For people.
         is_over: Whether the job has ended, so that nobody can come in any more.
+        is_asked: Whether this process has left because it was asked to.
     """
 
-    def __init__(self, message: str, *, is_over: bool = False) -> None:
+    def __init__(self, message: str, *, is_over: bool = False, is_asked: bool = False) -> None:
         super().__init__(message)
-        self.is_over = is_over
+        self.is_over, self.is_asked = is_over, is_asked
 
 
 class CorruptionError(StrettoError, RuntimeError):

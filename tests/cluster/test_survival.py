@@ -96,7 +96,7 @@ def machines(folder: Path, count: int) -> Iterator[tuple[list[str], list[Path], 
 
 
 @as_root
-def test_the_commands_for_ssh_go_on_without_a_process_that_comes_again_and_a_machine_that_does_not(
+def test_the_commands_for_ssh_go_on_without_those_that_come_again_are_lost_or_are_told_to_leave(
     tmp_path: Path,
 ) -> None:
     with machines(tmp_path, 4) as (spaces, logs, start):
@@ -111,6 +111,10 @@ def test_the_commands_for_ssh_go_on_without_a_process_that_comes_again_and_a_mac
         until(says(logs[0], r"seats \[0, 2, 3\]"), "a process in the place of the killed one", *logs)
         kill(in_space(spaces[2]))
         until(says(logs[0], r"seats \[0, 3\]"), "a term without the machine", *logs)
+        for process in in_space(spaces[1]) & programs("RANK=1"):
+            os.kill(process, signal.SIGTERM)
+        until(says(logs[0], r"seats \[0\]"), "a term without the one that was told to leave", *logs)
+        until(lambda: not in_space(spaces[1]), "the end of the loop that had started it", *logs)
 
 
 class Slurm:

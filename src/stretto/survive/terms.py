@@ -446,6 +446,7 @@ class _Survivor(Generic[T]):
                     f"seat {self._membership.seat}: nobody goes on: all have left, or no node is whole any more; if "
                     "the work is not done, start the job again from its last checkpoint",
                     is_over=True,
+                    is_asked=self._wish.is_asked,
                 )
             self._beginning.put_back()
 
@@ -486,7 +487,7 @@ class _Survivor(Generic[T]):
             if own in planned.seats or not self._wish.is_asked:
                 raise
             raise LeftOut(
-                f"seat {own}: this process has left, as it was asked to, before term {number}"
+                f"seat {own}: this process has left, as it was asked to, before term {number}", is_asked=True
             ) from error
         if not following[1]:
             planned.group.leave()
