@@ -5,7 +5,8 @@ drawn moment, and whoever supervises it starts another one in its place.
 
     survive-told      `stretto.survives`; whoever starts processes tells the others of a death, as `stretto train` does
     survive           the same, but nobody tells: a process is found dead by its connections and its silence
-    survive-leave     a process is told to leave, by SIGTERM in the place of SIGKILL, as where machines are taken away
+    survive-leave     a process is told to leave, by SIGTERM in the place of SIGKILL, as where machines are taken away;
+                      no state is due then
     torchrun          stock DDP under one torchrun: all processes are started again and read a checkpoint from disk
     torchrun-nodes    the same with a torchrun for each rank, as on three machines, and its default settings
     torchrun-tuned    the same with keep_alive_interval=1, keep_alive_max_attempt=3, last_call_timeout=1
@@ -22,6 +23,7 @@ The second model has 100 million parameters. Needs Linux.
 """
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -53,6 +55,8 @@ COMPUTE_SECONDS = 0.02
 """Of an update, beside the passes of the model."""
 EVERY = 5
 """Updates between two states in memory, and between two checkpoints on disk."""
+RARELY = 1_000_000
+"""Updates between two states where none is ever due: one is kept because a process leaves or comes."""
 CALM_UPDATES = (10, 30)
 """Between two kills, drawn."""
 PATIENCE_SECONDS = 100.0
@@ -111,7 +115,7 @@ def summed(model: nn.Module, all_reduce: Callable[[Tensor], object]) -> None:
 # What the processes of each arm do
 
 
-def survive(told: Told, rank: int, width: int, port: int, _: Path) -> None:
+def survive(told: Told, rank: int, width: int, port: int, _: Path, every: int = EVERY) -> None:
     """Go on in the same process."""
     model = network(width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -134,7 +138,7 @@ def survive(told: Told, rank: int, width: int, port: int, _: Path) -> None:
 
     store = f"127.0.0.1:{port}"
     try:
-        st.survives(train, store=store, rank=rank, ranks=RANKS, every=EVERY, leaves_at=[signal.SIGTERM])
+        st.survives(train, store=store, rank=rank, ranks=RANKS, every=every, leaves_at=[signal.SIGTERM])
     except LeftOut as error:
         if not error.is_asked:
             raise
@@ -430,6 +434,8 @@ def main(words: Sequence[str] | None = None) -> None:
     if options.worker is not None:
         work = {"torchft": torchft, "reconfigure": reconfigure}.get(options.worker, restarted)
         work = survive if options.worker.startswith("survive") else work
+        if options.worker == "survive-leave":
+            work = functools.partial(survive, every=RARELY)
         work(Told(options.out, options.rank), options.rank, options.width, options.port, options.out)
         return
     rows: list[dict[str, Any]] = []

@@ -28,6 +28,9 @@ _ROUND_BYTES = 2**25
 _SMALL_BYTES = 64
 """About what a number takes."""
 
+_LONG_BYTES = 2**16
+"""Packed entries of more than that travel as elements."""
+
 Gather = Callable[[bytes], Sequence[bytes]]
 """Returns every rank's record, in rank order."""
 
@@ -79,8 +82,14 @@ class Held:
             [name, list(entry.shape), str(entry.dtype), [[start, run.numel()] for start, run in entry.runs]]
             for name, entry in runs.items()
         ]
-        values = [run for entry in runs.values() for _, run in entry.runs]
-        return pack_elements([self.header, plain, index], values, "a rank's share of the state")
+        # A rank's own replica is packed already: to pack it again would copy it four times.
+        long = [
+            name for name, entry in plain.items() if isinstance(entry, bytes) and len(entry) > _LONG_BYTES
+        ]
+        packed = [torch.frombuffer(bytearray(plain.pop(name)), dtype=torch.uint8) for name in long]
+        lengths = [[name, content.numel()] for name, content in zip(long, packed, strict=True)]
+        values = [*(run for entry in runs.values() for _, run in entry.runs), *packed]
+        return pack_elements([self.header, plain, index, lengths], values, "a rank's share of the state")
 
 
 def read_share(content: bytes | memoryview) -> Held:
@@ -89,16 +98,20 @@ def read_share(content: bytes | memoryview) -> Held:
     Raises:
         UnsafeValue: They are something else.
     """
-    (header, plain, index), elements = unpack_elements(content, "a rank's share of the state")
+    (header, plain, index, lengths), elements = unpack_elements(content, "a rank's share of the state")
     values = {dtype: found.clone() for dtype, found in elements.items()}
     entries: dict[str, Any] = dict(plain)
     places = dict.fromkeys(values, 0)
+
+    def following(dtype: str, numel: int) -> Tensor:
+        places[dtype] += numel
+        return values[dtype][places[dtype] - numel : places[dtype]]
+
     for name, shape, dtype, runs in index:
-        held = []
-        for start, numel in runs:
-            held.append((start, values[dtype][places[dtype] : places[dtype] + numel]))
-            places[dtype] += numel
-        entries[name] = Runs(tuple(shape), getattr(torch, dtype.partition(".")[2]), held, [True] * len(held))
+        found = [(start, following(dtype, numel)) for start, numel in runs]
+        entries[name] = Runs(tuple(shape), getattr(torch, dtype.partition(".")[2]), found, [True] * len(runs))
+    for name, length in lengths:
+        entries[name] = following(str(torch.uint8), length).numpy().tobytes()
     step, strategy, optimizer, world_size, layout = header
     return Held(
         step=step,

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from stretto.flat import Part, PartedTensor
 from stretto.flat.parted import cover
-from stretto.held import Held, Holding, Runs
+from stretto.held import Held, Holding, Runs, read_share
 from stretto.packed import unpack
 
-DTYPES = (torch.float32, torch.bfloat16, torch.int64)
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 LARGEST_ELEMENT = 8
 ZIP = b"PK"
 """How records of values begin; those of names are JSON."""
@@ -118,3 +118,31 @@ def test_who_lacks_something_gets_it_and_what_nobody_has_is_named(moves: bool) -
                     expected = case.whole[name][box.start : box.start + box.numel]
                     assert torch.equal(part.value.view(-1), expected), (seed, rank, name)
         assert ranks.most_bytes <= max(LARGEST_ELEMENT, case.round_bytes // case.ranks), seed
+
+
+def test_a_share_comes_back_from_its_bytes_as_what_the_rank_writes() -> None:
+    for seed in range(60):
+        rng, case = random.Random(seed), drawn(seed)
+        for rank, entries in enumerate(case.held):
+            lengths = [rng.choice([0, 10, 2**16, 2**16 + 1, 200_000]) for _ in range(rng.randrange(4))]
+            packed = {f"rank.{number}": rng.randbytes(length) for number, length in enumerate(lengths)}
+            written = {
+                name: Runs(runs.shape, runs.dtype, runs.runs, [rng.random() < 0.7 for _ in runs.runs])
+                for name, runs in entries.items()
+            }
+            share = Held(
+                step=seed,
+                strategy="ddp",
+                optimizer="SGD",
+                world_size=2,
+                layout="x",
+                entries={**written, **packed, "job.step": seed},
+            )
+            found = read_share(share.written())
+            assert found.header == share.header
+            assert found.entries.keys() == share.entries.keys()
+            assert {name: found.entries[name] for name in packed} == packed, (seed, rank)
+            for name, runs in written.items():
+                assert (found.entries[name].shape, found.entries[name].dtype) == (runs.shape, runs.dtype)
+                pairs = zip(found.entries[name].runs, runs.own.runs, strict=True)
+                assert all(one == other and torch.equal(a, b) for (one, a), (other, b) in pairs), (seed, name)
