@@ -77,7 +77,7 @@ def survive(  # noqa: PLR0913  # where, and what a real run is told of its machi
 class Survival(Generic[T]):
     """One run: its processes, and what they have agreed on. The arguments are those of `survive`."""
 
-    def __init__(  # noqa: PLR0913
+    def __init__(  # noqa: PLR0913  # those of `survive`
         self,
         cluster: VirtualCluster,
         train: Callable[[Term], T],
