@@ -86,10 +86,11 @@ class Held:
         long = [
             name for name, entry in plain.items() if isinstance(entry, bytes) and len(entry) > _LONG_BYTES
         ]
-        packed = [torch.frombuffer(bytearray(plain.pop(name)), dtype=torch.uint8) for name in long]
-        lengths = [[name, content.numel()] for name, content in zip(long, packed, strict=True)]
-        values = [*(run for entry in runs.values() for _, run in entry.runs), *packed]
-        return pack_elements([self.header, plain, index, lengths], values, "a rank's share of the state")
+        packed = [plain.pop(name) for name in long]
+        lengths = [[name, len(content)] for name, content in zip(long, packed, strict=True)]
+        values = [run for entry in runs.values() for _, run in entry.runs]
+        whole = [self.header, plain, index, lengths]
+        return pack_elements(whole, values, "a rank's share of the state", packed)
 
 
 def read_share(content: bytes | memoryview) -> Held:

@@ -46,6 +46,8 @@ _BYTES = "stretto: bytes"
 many; see Note [Bytes]."""
 _FEW_BYTES = 256
 _LENGTH_BYTES, _ALIGNED_BYTES = 8, 64
+_LAST = str(torch.uint8)
+"""Stands after other dtypes where packed bytes are among the elements."""
 _EMPTY_ARRAY = "stretto: empty array"
 """Key of the dictionary that stands for a NumPy array of no elements, for which PyTorch would have to call, too."""
 _NAMED_TUPLE = "stretto: named tuple"
@@ -102,13 +104,14 @@ def unpack(packed: bytes | memoryview, what: str, place: str | Callable[[Any, st
         ) from error
 
 
-def pack_elements(value: Any, runs: Iterable[Tensor], what: str) -> memoryview:
+def pack_elements(value: Any, runs: Iterable[Tensor], what: str, packed: Sequence[bytes] = ()) -> memoryview:
     """Return `value` and the elements of tensors as bytes that `unpack_elements` can read; see Note [Elements].
 
     Args:
         value: To be packed.
         runs: Without gradients of their own; strided, of any dtypes, on any device.
         what: Names it in messages.
+        packed: Bytes that stand after all elements, as elements of uint8; they are copied once.
 
     Raises:
         UnsafeValue: `value` holds something that only pickle could read again.
@@ -116,17 +119,26 @@ def pack_elements(value: Any, runs: Iterable[Tensor], what: str) -> memoryview:
     by_dtype: dict[str, list[Tensor]] = {}
     for run in runs:
         by_dtype.setdefault(str(run.dtype), []).append(run.reshape(-1).cpu())
+    num_packed = sum(map(len, packed))
+    if packed:
+        by_dtype[_LAST] = [*by_dtype.pop(_LAST, [])]
     numels = {dtype: sum(run.numel() for run in parts) for dtype, parts in by_dtype.items()}
-    head = pack([numels, value], what)
+    head = pack([{**numels, **({_LAST: numels[_LAST] + num_packed} if packed else {})}, value], what)
     sizes = [_LENGTH_BYTES + len(head), *[sum(run.nbytes for run in parts) for parts in by_dtype.values()]]
+    sizes[-1] += num_packed
     begins = _begins(sizes)
     content = torch.empty(begins[-1], dtype=torch.uint8)
     for begin, size, end in zip(begins[:-1], sizes, begins[1:], strict=True):
         content[begin + size : end] = 0
     whole = content.numpy().data
     whole[:_LENGTH_BYTES], whole[_LENGTH_BYTES : sizes[0]] = len(head).to_bytes(_LENGTH_BYTES), head
-    for parts, begin, size in zip(by_dtype.values(), begins[1:-1], sizes[1:], strict=True):
-        torch.cat(parts, out=content[begin : begin + size].view(parts[0].dtype))
+    for parts, begin in zip(by_dtype.values(), begins[1:-1], strict=True):
+        if parts:
+            torch.cat(parts, out=content[begin:][: sum(run.nbytes for run in parts)].view(parts[0].dtype))
+    place = begins[-2] + sizes[-1] - num_packed
+    for one in packed:
+        whole[place : place + len(one)] = one
+        place += len(one)
     return whole
 
 

@@ -22,7 +22,8 @@ from stretto.errors import LeftOut, PeerSilent
 from stretto.groups import announce_death
 from stretto.survive.generations import buddy_distance, may_leave
 from stretto.survive.membership import Ended, Membership, _Missing, signs_of
-from stretto.survive.terms import Term, survives, updates_between
+from stretto.survive.survivor import survives
+from stretto.survive.terms import Term, updates_between
 from stretto_lab.train.workers import host_store
 from tests.errors.tiny import tiny_model
 from tests.processes import Command, run_ranks

@@ -12,7 +12,8 @@ from typing import Any, Generic, TypeVar
 from stretto.errors import Deadlock, LeftOut, PeerFailed
 from stretto.survive import Term
 from stretto.survive.membership import Ended, Members, by_node
-from stretto.survive.terms import Wish, survive_among
+from stretto.survive.survivor import survive_among
+from stretto.survive.terms import Wish
 from stretto_lab.virtual.clock import Schedule, Task
 from stretto_lab.virtual.cluster import Results, VirtualCluster
 from stretto_lab.virtual.collectives import CollectiveMatcher, RunContext

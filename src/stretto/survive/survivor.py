@@ -1,0 +1,275 @@
+"""A job that goes on in the same processes when ranks are lost, leave or come.
+
+Nothing inside a job survives the loss of a rank. The process does, and so do the generations in its memory: the job
+ends, its connections are shut, those that are left agree who they are, and the user's function is called again. It
+builds a new job on a new group and goes on from the newest generation that is whole.
+"""
+
+import logging
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from stretto.errors import (
+    CommunicationError,
+    ConfigError,
+    CorruptionError,
+    LeftOut,
+    PeerFailed,
+    PeerSilent,
+    StrettoError,
+)
+from stretto.groups import Leavable, await_left, told_place
+from stretto.guards.strikes import to_leave_out
+from stretto.survive.generations import Memory
+from stretto.survive.membership import Ended, Members, Membership
+from stretto.survive.terms import Before, Beginning, Planned, Process, Term, Wish
+
+_log = logging.getLogger("stretto")
+
+T = TypeVar("T")
+
+_CONNECT_SECONDS = 60.0
+"""How long the store may take to come up."""
+_LEAVE_SECONDS = 5.0
+"""How long the last groups may take to be dropped: milliseconds, unless something in them is under way."""
+_FRUITLESS = 3
+"""Terms in a row with the same members that have brought no update; then the job ends with the error."""
+
+
+def survives(  # noqa: PLR0913  # where the process stands, and how often the state is kept
+    train: Callable[[Term], T],
+    *,
+    store: str | Store,
+    rank: int | None = None,
+    ranks: int | None = None,
+    every: int | None = None,
+    silent_seconds: float = 60.0,
+    ranks_per_node: int = 1,
+    leaves_at: Sequence[signal.Signals] = (),
+    seat: int | None = None,
+    address: str | None = None,
+) -> T:
+    """Call `train` with a `Term`, and again in the same process whenever a rank is lost or comes; return its result.
+
+        def train(term):
+            parallel = stretto.DataParallel(model, optimizer, group=term.group)
+            term.go_on(parallel)
+            for batch in parallel.feed(loader, updates=1000, on_update=lambda _: term.keep(parallel)):
+                parallel.backward(loss_function(model(batch)))
+            parallel.finish()
+
+        stretto.survives(train, store="head:29400")
+
+    Args:
+        train: Builds a job over `term.group`, calls `term.go_on` before training and `term.keep` after every update.
+        store: Where `stretto meet` listens, as host:port; or a store. It has to outlive every rank.
+        rank: This process's place at the start, from 0; None is what a launcher has told it. A process that is started
+            again for the same place comes in as a new one.
+        ranks: How many places there are at the start; None is what a launcher has told this process.
+        every: Updates between two generations; None lets the library choose, so that keeping them takes about a
+            hundredth of the time.
+        silent_seconds: How long a rank that says nothing may give no sign of life before the others go on without it.
+        ranks_per_node: Of places that follow each other, where a node that has lost a rank is of no use: where
+            `Options(ranks_per_node=...)` says so, or its ranks hold a model in shards. Such a node is left out, and
+            comes in again once all of its ranks have been started again.
+        leaves_at: Signals at which this process leaves (`Term.leave`), such as `signal.SIGTERM` where machines are
+            taken away with notice. A second one does what it would do without this.
+        seat: The number of this process, where whoever starts them numbers them: places first, then on from there.
+        address: Of this machine, where Gloo listens; None lets Gloo choose.
+
+    Raises:
+        ConfigError: `ranks` is no multiple of `ranks_per_node`, or `leaves_at` is given outside the main thread.
+        LeftOut: The others go on without this process: it has left as it was asked to, was taken for dead, or its node
+            is not whole.
+        CorruptionError: Guards have named this process, or cannot say whom to name; those that they do not name go on.
+        CommunicationError: Three terms in a row have lost nobody and committed nothing.
+        Exception: What `train` raises; the others go on without this process.
+    """
+    rank, ranks = told_place(rank, ranks)
+    if ranks % ranks_per_node:
+        raise ConfigError(f"ranks_per_node={ranks_per_node}: expected a divisor of the {ranks} ranks")
+    if leaves_at and threading.current_thread() is not threading.main_thread():
+        raise ConfigError("leaves_at: Python handles signals in the main thread alone: call survives there")
+    job = PrefixStore("survive", connect(store) if isinstance(store, str) else store)
+    membership = Membership(job, rank, ranks, silent_seconds, seat, address, ranks_per_node)
+    wish = Wish()
+    with wish.at(leaves_at):
+        return survive_among(train, membership, every, wish)
+
+
+def survive_among(train: Callable[[Term], T], membership: Members, every: int | None, wish: Wish) -> T:
+    """As `survives`, whatever members agree by."""
+    try:
+        return _Survivor(train, membership, every, wish).run()
+    except LeftOut:
+        raise
+    except BaseException as error:
+        membership.died(f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        await_left(_LEAVE_SECONDS)
+
+
+class _Survivor(Generic[T]):
+    """One process, from term to term."""
+
+    def __init__(
+        self, train: Callable[[Term], T], membership: Members, every: int | None, wish: Wish
+    ) -> None:
+        self._train = train
+        self._membership = membership
+        self._every = every
+        self._wish = wish
+        self._before = Before()
+        self._fruitless = 0
+        self._planned: Leavable | None = None
+        self._beginning = Beginning()
+
+    def run(self) -> T:
+        """Return what the function has returned in the last term."""
+        number, seats = self._membership.enter()
+        memory = Memory(self._membership.machine, is_first=number == 0)
+        self._process = Process(self._membership, memory, self._every, self._wish)
+        while True:
+            (number, seats), result = self._live_through(number, seats)
+            if result and not seats:
+                return result[0]
+            if not seats:
+                raise LeftOut(
+                    f"seat {self._membership.seat}: nobody goes on: all have left, or no node is whole any more; if "
+                    "the work is not done, start the job again from its last checkpoint",
+                    is_over=True,
+                    is_asked=self._wish.is_asked,
+                )
+            self._beginning.put_back()
+
+    def _live_through(self, number: int, seats: Sequence[int]) -> tuple[tuple[int, Sequence[int]], list[T]]:
+        """Return the following term, with no members where the job has ended, and what the function has returned."""
+        newest, term = self._process.memory.newest, None
+        try:
+            term = self._begin(number, seats)
+            result = self._train(term)
+        except Planned as planned:
+            self._planned, at = planned.group, time.perf_counter()
+            following = self._plan(number + 1, planned)
+            how = _changes(seats, following[1])
+            self._before = Before(f"term {number} ended {how}", at, time.perf_counter())
+            return following, []
+        except RuntimeError as error:
+            if not _is_loss(error, term) and not self._goes_on_without(error, seats):
+                raise
+            at, reached = time.perf_counter(), "before training" if term is None else term.reached
+            ended = Ended(number, seats) if term is None else term.end(error)
+            following = self._membership.following(ended)
+            self._check_fruit(error, following[1] == seats and self._process.memory.newest == newest)
+            agreed, why = time.perf_counter(), self._why(seats, following[1], error)
+            self._before = Before(f"term {number} ended {reached} ({why})", at, agreed)
+            _release(error)
+            return following, []
+        following = self._end_of_work(number, seats)
+        term.group.leave()
+        return following, [result]
+
+    def _plan(self, number: int, planned: Planned) -> tuple[int, Sequence[int]]:
+        """Return the term after one that ended by plan, if this process is in it."""
+        own = self._membership.seat
+        try:
+            following = self._membership.plan(number, planned.seats)
+        except LeftOut as error:
+            planned.group.leave()
+            if own in planned.seats or not self._wish.is_asked:
+                raise
+            raise LeftOut(
+                f"seat {own}: this process has left, as it was asked to, before term {number}", is_asked=True
+            ) from error
+        if not following[1]:
+            planned.group.leave()
+        return following
+
+    def _goes_on_without(self, error: RuntimeError, seats: Sequence[int]) -> bool:
+        """Return whether this process goes on where guards have found damage: without the ranks that they name."""
+        if not isinstance(error, CorruptionError) or (ranks := to_leave_out([error], len(seats))) is None:
+            return False
+        named = [seats[rank] for rank in ranks]
+        for seat in named:
+            self._membership.leave_out(seat, f"guards have named it: {error}")
+        return self._membership.seat not in named
+
+    def _end_of_work(self, number: int, seats: Sequence[int]) -> tuple[int, Sequence[int]]:
+        """Return the term after the one in which this process has done its work; without a store, nobody asks."""
+        try:
+            return self._membership.following(Ended(number, seats, is_done=True))
+        except (PeerFailed, PeerSilent) as error:
+            _log.warning("%s: but this process has done its work", error)
+            return number + 1, ()
+
+    def _begin(self, number: int, seats: Sequence[int]) -> Term:
+        """Make the group of a term; one that ended by plan is left now that nobody waits for it any more."""
+        group = self._membership.group(number, seats)
+        if self._planned is not None:
+            self._planned.leave()
+            self._planned = None
+        term = Term(number, seats, group, self._process, self._before)
+        self._beginning = term.beginning
+        return term
+
+    def _check_fruit(self, error: RuntimeError, is_fruitless: bool) -> None:
+        self._fruitless = self._fruitless + 1 if is_fruitless else 0
+        if self._fruitless == _FRUITLESS:
+            raise error
+
+    def _why(self, seats: Sequence[int], following: Sequence[int], error: RuntimeError) -> str:
+        died, gone = self._membership.deaths, [seat for seat in seats if seat not in following]
+        unknown = str(error)
+        if self._membership.ranks_per_node > 1 and set(gone) & set(died):
+            unknown = "its node is not whole"
+        lost = [f"seat {seat} is lost: {died.get(seat, unknown)}" for seat in gone]
+        return "; ".join(lost) or str(error)
+
+
+def connect(address: str) -> Store:
+    """Return the store that `stretto meet` hosts at host:port.
+
+    Raises:
+        ConfigError: It is no such address.
+        CommunicationError: Nobody answers there.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"store={address!r}: expected host:port, where `stretto meet` listens")
+    try:
+        return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS))
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"no store at {address} ({str(error).splitlines()[0]}): start `stretto meet` on a machine that stays"
+        ) from error
+
+
+def _changes(before: Sequence[int], after: Sequence[int]) -> str:
+    """Return in words who has come and who has left."""
+    come, left = (
+        [seat for seat in one if seat not in other] for one, other in ((after, before), (before, after))
+    )
+    parts = [f"{how} {', '.join(map(str, who))}" for how, who in (("with", come), ("without", left)) if who]
+    return f"by plan, to go on {' and '.join(parts)}"
+
+
+def _is_loss(error: RuntimeError, term: Term | None) -> bool:
+    """Return whether an error ends the term: one of the library's, or one of a collective of the user's own."""
+    if isinstance(error, StrettoError):
+        return isinstance(error, CommunicationError) and not isinstance(error, LeftOut)
+    return term is not None and not term.group.is_whole
+
+
+def _release(error: BaseException | None) -> None:
+    """Let go of what the frames of an error hold: the job that has ended."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
