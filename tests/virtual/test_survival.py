@@ -180,13 +180,28 @@ def test_one_that_comes_ends_a_term_where_a_state_is_kept() -> None:
     assert len(ends_of(lives)) == 3
 
 
-def test_one_that_leaves_as_it_is_asked_to_costs_no_update() -> None:
-    lives = lived(Case(leaves={1: 5}, every=1000, micro_batch_ns=SECOND // 10))
-    first, left = terms_of(lives)
-    assert left[0].seats == (0, 2)
-    assert left[0].step == max(first[0].counted)
-    assert left[0].step <= 5 + 6  # updates of 0.4 s; it tells within a second, and a second later all know
-    assert len(ends_of(lives)) == 2
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda one: type(one).__name__)
+def test_one_that_leaves_as_it_is_asked_to_costs_no_update(strategy: st.Strategy | st.Switching) -> None:
+    """No state is due. A message a second tells who asks, and the next one is there a second later."""
+    for seed in range(3):
+        rng = random.Random(seed)
+        seconds, asks = rng.choice([0.05, 0.3, 2.0]), rng.randint(1, 6)
+        leaver, ranks = rng.randrange(3), 3
+        case = Case(
+            strategy=strategy,
+            ranks=ranks,
+            leaves={leaver: asks},
+            every=1000,
+            updates=80,
+            micro_batch_ns=round(seconds * SECOND) // 4,
+        )
+        lives = lived(case)
+        first, left = terms_of(lives)
+        assert left[0].seats == tuple(seat for seat in range(ranks) if seat != leaver)
+        assert left[0].step == max(first[0].counted)
+        assert left[0].step <= asks + max(3, 2.5 / seconds)
+        assert len(ends_of(lives)) == ranks - 1
+        check_samples([first, left], strategy, case.updates)
 
 
 @pytest.mark.parametrize(
