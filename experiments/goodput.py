@@ -31,6 +31,8 @@ SECOND = 10**9
 MICRO_BATCHES = 4
 """Per rank, where none is missing."""
 UPDATE_SECONDS = 1.0
+COMES_IN_SECONDS = 2.0
+"""From when a process asks to come in until it is in: two messages among members, one a second."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +96,8 @@ def law(way: Way, ranks: int, updates: int, losses: int) -> float:
     """Return the goodput to expect."""
     most = st.Total(MICRO_BATCHES * ranks).of(0, ranks - 1)
     slower = most / MICRO_BATCHES - 1
-    missing = (way.missing_seconds + way.every * UPDATE_SECONDS / 2) if way.missing_seconds else 0.0
+    comes_in = min(way.every * UPDATE_SECONDS / 2, COMES_IN_SECONDS)
+    missing = (way.missing_seconds + comes_in) if way.missing_seconds else 0.0
     per_loss = (way.every + 1) / 2 * UPDATE_SECONDS + way.still_seconds + missing * slower / (1 + slower)
     calm = updates * UPDATE_SECONDS
     return calm / (calm + losses * per_loss)
