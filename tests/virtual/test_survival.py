@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ UPDATES = 20
 SECOND = 10**9
 AGREE_NS = SECOND
 STEPPING_ALONE = st.LocalSGD | st.DiLoCo
+SELDOM = 4
+"""Updates between two averages where ranks step alone, at most."""
 STRATEGIES: tuple[st.Strategy | st.Switching, ...] = (
     st.DDP(),
     st.ZeRO1(),
@@ -342,7 +345,8 @@ def check_states(lives: Mapping[int, Life], case: Case) -> None:
     for number in sorted(by_term):
         one = by_term[number][0]
         if before:
-            assert one.told.step >= max(before) - case.every - 1, (case, number)
+            waits = SELDOM if isinstance(case.strategy, STEPPING_ALONE) else 0  # for the next average
+            assert one.told.step >= max(before) - case.every - 1 - waits, (case, number)
         if number and one.told.step and not is_rounded and not isinstance(case.strategy, STEPPING_ALONE):
             assert {seen.began for seen in by_term[number]} == {before[one.told.step]}, (case, number)
         before |= one.committed
@@ -361,3 +365,72 @@ def test_equal_runs_lose_and_go_on_alike() -> None:
     for seed in range(3):
         first, second = (lived(drawn(seed)) for _ in range(2))
         assert [one.seen for one in first.values()] == [one.seen for one in second.values()]
+
+
+ALONE: tuple[st.Strategy, ...] = (
+    st.LocalSGD(rate=0.1),
+    st.LocalSGD(rate=0.4, plan="bernoulli", seed=3),
+    st.DiLoCo(interval=7),
+    st.DiLoCo(interval=6, delay=1),
+    st.DiLoCo(interval=6, fragments=2),
+)
+
+
+def uneven(
+    strategy: st.Strategy,
+    lengths: list[int],
+    passes: int,
+    until: Literal["any", "all"],
+    every: int | None,
+    ns: int,
+) -> tuple[list[Tensor], list[set[int]]]:
+    """Train ranks that have so many batches in each pass; return their models, and when each has kept a state."""
+    kept: list[set[int]] = [set() for _ in lengths]
+
+    def train(term: st.Term) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        parallel = st.DataParallel(model, optimizer, strategy, group=term.group)
+        draws = torch.Generator().manual_seed(term.rank)
+        batches = torch.randn(lengths[term.rank], 2, 4, generator=draws)
+
+        def on_update(update: st.Update) -> None:
+            before = parallel.sent_bytes
+            if every is not None:
+                term.keep(parallel)
+            if parallel.sent_bytes > before:
+                kept[term.rank].add(update.step)
+
+        term.go_on(parallel)
+        with parallel:
+            for _ in range(passes):
+                for batch in parallel.feed(batches, until=until, on_update=on_update):
+                    parallel.backward((model(batch) + term.rank).square().mean())
+            parallel.finish()
+        return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+    cluster = VirtualCluster(len(lengths), compute=Compute(micro_batch_ns=ns), seed=1)
+    return list(survive(cluster, train, every=every or 1).values), kept
+
+
+@pytest.mark.parametrize("strategy", ALONE, ids=repr)
+def test_where_ranks_step_alone_and_data_are_uneven_states_are_kept_where_all_come(
+    strategy: st.Strategy,
+) -> None:
+    """A rank whose data have ended comes to averages alone: nobody waits for it elsewhere, and nothing changes."""
+    for seed in range(6):
+        rng = random.Random(seed)
+        is_even = getattr(strategy, "delay", 0) > 0  # where an average lands later, data have to be even
+        lengths = [rng.randint(3, 40) for _ in range(rng.randint(2, 4))]
+        lengths = [lengths[0]] * len(lengths) if is_even else lengths
+        passes, until = rng.randint(1, 3), rng.choice(["any", "all"])
+        ns = rng.choice([SECOND // 50, SECOND // 3, 2 * SECOND])
+        calm, _ = uneven(strategy, lengths, passes, until, None, ns)
+        every = rng.choice([1, 2, 5, 17])
+        models, kept = uneven(strategy, lengths, passes, until, every, ns)
+        about = seed, lengths, passes, until, ns, every
+        assert all(torch.equal(*pair) for pair in zip(models, calm, strict=True)), about
+        assert all(one == kept[0] for one in kept), (about, kept)
+        if every <= 5 and max(lengths) * passes > 60:
+            assert kept[0], about

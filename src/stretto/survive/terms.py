@@ -26,7 +26,7 @@ from stretto.errors import (
 from stretto.groups import Leavable
 from stretto.optimizer import Hyperparameters, read_hyperparameters
 from stretto.parallel import DataParallel
-from stretto.survive.asking import Asking
+from stretto.survive.asking import Asking, do_all_come
 from stretto.survive.copies import Copies
 from stretto.survive.generations import Memory, may_leave
 from stretto.survive.membership import Ended, Members
@@ -233,6 +233,7 @@ class Term:
 
         It is time when so many updates have passed, and when a member leaves or a process waits to come in. Then the
         term ends here too, and nothing is done again: an exception that is no `Exception` leaves the caller's function.
+        Where ranks step alone (`LocalSGD`, `DiLoCo`), it waits for the next average.
         Copies of the state that was kept last travel meanwhile, and go on whenever this is called.
 
         Args:
@@ -247,9 +248,9 @@ class Term:
         copies, asking = self._copies, self._asking
         if copies is None or asking is None:
             raise OutOfTurn(f"rank {self.rank}: term.keep() before term.go_on(): expected it before training")
-        is_asked = asking.look(parallel.steps, self._asks)
+        is_time = do_all_come(parallel) and (asking.look(parallel, self._asks) or parallel.steps >= self._due)
         began = time.perf_counter()
-        if parallel.steps < self._due and not is_asked:
+        if not is_time:
             copies.go_on()
             self._costs.keep_seconds += time.perf_counter() - began
             return
