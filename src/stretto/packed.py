@@ -119,22 +119,24 @@ def pack_elements(value: Any, runs: Iterable[Tensor], what: str, packed: Sequenc
     by_dtype: dict[str, list[Tensor]] = {}
     for run in runs:
         by_dtype.setdefault(str(run.dtype), []).append(run.reshape(-1).cpu())
-    num_packed = sum(map(len, packed))
-    if packed:
-        by_dtype[_LAST] = [*by_dtype.pop(_LAST, [])]
     numels = {dtype: sum(run.numel() for run in parts) for dtype, parts in by_dtype.items()}
-    head = pack([{**numels, **({_LAST: numels[_LAST] + num_packed} if packed else {})}, value], what)
-    sizes = [_LENGTH_BYTES + len(head), *[sum(run.nbytes for run in parts) for parts in by_dtype.values()]]
-    sizes[-1] += num_packed
+    lengths = {dtype: sum(run.nbytes for run in parts) for dtype, parts in by_dtype.items()}
+    num_packed = sum(map(len, packed))
+    if packed:  # after all other dtypes
+        numels[_LAST] = num_packed + numels.pop(_LAST, 0)
+        lengths[_LAST] = num_packed + lengths.pop(_LAST, 0)
+    head = pack([numels, value], what)
+    sizes = [_LENGTH_BYTES + len(head), *lengths.values()]
     begins = _begins(sizes)
     content = torch.empty(begins[-1], dtype=torch.uint8)
     for begin, size, end in zip(begins[:-1], sizes, begins[1:], strict=True):
         content[begin + size : end] = 0
     whole = content.numpy().data
     whole[:_LENGTH_BYTES], whole[_LENGTH_BYTES : sizes[0]] = len(head).to_bytes(_LENGTH_BYTES), head
-    for parts, begin in zip(by_dtype.values(), begins[1:-1], strict=True):
-        if parts:
-            torch.cat(parts, out=content[begin:][: sum(run.nbytes for run in parts)].view(parts[0].dtype))
+    for dtype, begin in zip(lengths, begins[1:-1], strict=True):
+        if parts := by_dtype.get(dtype):
+            end = begin + sum(run.nbytes for run in parts)
+            torch.cat(parts, out=content[begin:end].view(parts[0].dtype))
     place = begins[-2] + sizes[-1] - num_packed
     for one in packed:
         whole[place : place + len(one)] = one

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import stretto as st
-from stretto.errors import ConfigError, LeftOut, WorkerFailed
+from stretto.errors import ConfigError, LeftOut, StateCorrupt, WorkerFailed
 from stretto.survive import Term, survives
 from stretto_lab.observe import read_json_lines
 from stretto_lab.recipes import Loss, Task
@@ -49,6 +49,22 @@ class Mortal(Tiny):
                 if self.raises:
                     raise ArithmeticError("of the user's")
                 os.kill(os.getpid(), signal.SIGKILL)
+            return quadrant_loss(model, points)
+
+        return dataclasses.replace(task, loss=loss)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Named(Tiny):
+    """A task on whose rank 1 guards find damage that is its own."""
+
+    def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
+        """See `TaskConfig.build`."""
+        task, losses = Tiny.build(self, rank, world_size, seed, updates), itertools.count(1)
+
+        def loss(model: nn.Module, points: Points) -> Loss:
+            if rank == 1 and next(losses) == 17:
+                raise StateCorrupt("rank 1: masters are damaged", ranks=[1])
             return quadrant_loss(model, points)
 
         return dataclasses.replace(task, loss=loss)
@@ -163,6 +179,17 @@ def test_an_error_that_a_worker_raises_ends_the_run(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(WorkerFailed, match=r"worker 1 failed: (.|\n)*ArithmeticError: of the user's"):
         train(LocalRanks(3), mortal(raises=True), shows_progress=False)
+
+
+def test_a_worker_that_guards_name_is_left_out_and_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train(LocalRanks(3), mortal(Named), shows_progress=False).updates == 30
+    assert "worker 1 is left out (" in (printed := capfd.readouterr().out)
+    assert "is started in its place" not in printed
+    ranks = [len(record["micro_batches"]) for record in read_json_lines(Path("run/updates.jsonl"))]
+    assert ranks[-1] == 2
 
 
 def test_what_needs_all_ranks_is_refused_with_the_reason() -> None:

@@ -26,10 +26,10 @@ Note [Who is gone]
     where none of them has given a sign of life for longer than a new term takes to be agreed and to begin.
 
 Note [Nodes come and go whole]
-    Where ranks of a node do together what one cannot do alone, sum gradients before they leave it or hold a model in
-    shards, a node that has lost one of them is of no use to the others. Then the list has those nodes alone of which
-    all ranks are there, node by node, and in a node by place. Who lives on a node that is not whole is left out, and
-    comes again with the process that is started in the place of the dead one.
+    Where the ranks of a node add up gradients before these leave it, a node that has lost one of them cannot do as the
+    others do. Then the list has those nodes alone of which all ranks are there, node by node, and in a node by place.
+    Who lives on a node that is not whole is left out, and comes again with the process that is started in the place of
+    the dead one.
 """
 
 import contextlib

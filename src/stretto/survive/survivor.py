@@ -76,9 +76,8 @@ def survives(  # noqa: PLR0913  # where the process stands, and how often the st
         every: Updates between two generations; None lets the library choose, so that keeping them takes about a
             hundredth of the time.
         silent_seconds: How long a rank that says nothing may give no sign of life before the others go on without it.
-        ranks_per_node: Of places that follow each other, where a node that has lost a rank is of no use: where
-            `Options(ranks_per_node=...)` says so, or its ranks hold a model in shards. Such a node is left out, and
-            comes in again once all of its ranks have been started again.
+        ranks_per_node: Of places that follow each other: as in `Options(ranks_per_node=...)`. A node that has lost a
+            rank is left out, and comes in again once all of its ranks have been started again.
         leaves_at: Signals at which this process leaves (`Term.leave`), such as `signal.SIGTERM` where machines are
             taken away with notice. A second one does what it would do without this.
         seat: The number of this process, where whoever starts them numbers them: places first, then on from there.

@@ -233,7 +233,7 @@ class Term:
 
         It is time when so many updates have passed, and when a member leaves or a process waits to come in. Then the
         term ends here too, and nothing is done again: an exception that is no `Exception` leaves the caller's function.
-        Where ranks step alone (`LocalSGD`, `DiLoCo`), it waits for the next average.
+        Where ranks step alone (`LocalSGD`, `DiLoCo` without a delay), it waits for the next average.
         Copies of the state that was kept last travel meanwhile, and go on whenever this is called.
 
         Args:
