@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from stretto.errors import CorruptionError, Quarantined, StateCorrupt, TransferCorrupt, WorkerFailed
+from stretto.guards.left_out import to_leave_out
 from stretto_lab.faults import Fault, faults_text
 from stretto_lab.observe import read_json_lines
 from stretto_lab.train.configuration import RunConfig
 from stretto_lab.train.launch import LocalRanks
 from stretto_lab.train.outcome import prepare_run_folder
-from stretto_lab.train.restarts import ranks_per_node, to_leave_out, train_on
+from stretto_lab.train.restarts import ranks_per_node, train_on
 from stretto_lab.train.workers import RankInfo
 from tests.processes import Command
 from tests.train.runs import evaluations, model_bits, records, tiny_run, train

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from stretto.engine.options import Options
-from stretto.errors import CorruptionError, Quarantined
+from stretto.errors import Quarantined
 from stretto.records import Incident
 
 Link = tuple[int, int]
@@ -97,20 +97,6 @@ def blame(links: Collection[Link]) -> dict[Link, Culprit]:
         laid.update({link: worst if is_rank else link for link in touched})
         left -= touched
     return laid
-
-
-def to_leave_out(damages: Sequence[CorruptionError], world_size: int) -> tuple[int, ...] | None:
-    """Return the ranks that a job goes on without; None where it cannot go on.
-
-    These are the ranks that caused the damage; of a link, the sender. Where that is every rank, all of them go on,
-    unless they have been repaired as often as allowed already.
-    """
-    culprits = blame({link for damage in damages for link in damage.links}).values()
-    senders = {culprit if isinstance(culprit, int) else culprit[0] for culprit in culprits}
-    named = senders.union(*(damage.ranks for damage in damages))
-    if len(named) < world_size:
-        return tuple(sorted(named))
-    return None if any(isinstance(damage, Quarantined) for damage in damages) else ()
 
 
 def describe_seat(device: torch.device) -> str:

@@ -26,7 +26,7 @@ from stretto.errors import (
     StrettoError,
 )
 from stretto.groups import Leavable, await_left, told_place
-from stretto.guards.strikes import to_leave_out
+from stretto.guards.left_out import to_leave_out
 from stretto.survive.generations import Memory
 from stretto.survive.membership import Ended, Members, Membership
 from stretto.survive.terms import Before, Beginning, Planned, Process, Term, Wish

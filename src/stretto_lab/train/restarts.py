@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stretto import checkpoint
 from stretto.errors import ConfigError, WorkerFailed
-from stretto.guards.strikes import to_leave_out
+from stretto.guards.left_out import to_leave_out
 from stretto.records import Incident
 from stretto_lab.faults import FaultPlan
 from stretto_lab.observe import append_json_line
