@@ -9,7 +9,7 @@ import pytest
 
 from stretto.records import Incident
 from stretto_lab.campaign.drawing import draw_faults
-from stretto_lab.campaign.judgement import Judgement, judge
+from stretto_lab.campaign.judgement import LOSS_OFF, Judgement, judge
 from stretto_lab.campaign.trial import GoldenRun, RankResult, Trial
 from stretto_lab.faults import Application
 from tests.train.tiny import Tiny
@@ -26,14 +26,19 @@ HEALTHY = tuple(RankResult(parameters=7, loss=1.0) for _ in range(3))
 GOLDEN = GoldenRun(trial=Trial(task=Tiny(), job=DRAWN.job, is_guarded=True, seed=0), results=HEALTHY)
 
 
+def struck_once() -> tuple[Application, ...]:
+    """What a fault did to the masters."""
+    fault = DRAWN.fault
+    return (
+        Application(fault=fault, opportunity=1, step=0, elements=9, span=(0.0, 1.0), before="a", after="b"),
+    )
+
+
 def judged(**changed: Any) -> Judgement:
     """Judge a job with damaged masters; `changed` is what its ranks report differently from a repaired one."""
-    applied = Application(
-        fault=DRAWN.fault, opportunity=1, step=0, elements=9, span=(0.0, 1.0), before="a", after="b"
-    )
     mended = Incident(step=1, guard="rest", site="masters", part="bucket 0", ranks=(STRUCK,), action="mended")
     results = [dataclasses.replace(result, **{"incidents": (mended,), **changed}) for result in HEALTHY]
-    results[STRUCK].applications = (applied,)
+    results[STRUCK].applications = struck_once()
     return judge(DRAWN, results, HEALTHY, GOLDEN, is_real=False)
 
 
@@ -121,6 +126,25 @@ def test_strikes_that_were_mended_in_between_are_not_taken_back() -> None:
     results = [dataclasses.replace(result) for result in HEALTHY]
     results[STRUCK].applications = tuple(strikes)
     assert judge(DRAWN, results, HEALTHY, GOLDEN, is_real=False).violation == "was not detected"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "loss", "harm"),
+    [
+        (8, math.nan, "loss off"),
+        (8, math.inf, "loss off"),
+        (8, 1.0 + 2 * LOSS_OFF, "loss off"),
+        (8, 1.0 - 2 * LOSS_OFF, "loss off"),
+        (8, 1.0 + LOSS_OFF / 2, "silent corruption"),
+        (7, 1.0, "masked"),
+    ],
+)
+def test_what_damage_does_to_a_job_without_guards_is_told_by_parameters_and_loss(
+    parameters: int, loss: float, harm: str
+) -> None:
+    unguarded = [dataclasses.replace(result, parameters=parameters, loss=loss) for result in HEALTHY]
+    unguarded[STRUCK].applications = struck_once()
+    assert judge(DRAWN, HEALTHY, unguarded, GOLDEN, is_real=False).harm == harm
 
 
 def test_a_loss_that_is_not_finite_has_broken_it() -> None:
