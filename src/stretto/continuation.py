@@ -36,7 +36,7 @@ from stretto.errors import CheckpointError, ConfigError
 from stretto.feed import Feed
 from stretto.flat import original_name
 from stretto.packed import pack, unpack
-from stretto.random_states import random_states, restore_random_states
+from stretto.random_states import read_random_states, restore_random_states, written_random_states
 
 _TOTALS = tuple(field.name for field in dataclasses.fields(Totals))
 
@@ -120,7 +120,7 @@ class Continuation:
     def write_own(self, state: State, loader: Loader | None, extra: Any) -> State:
         """Return the state of this rank alone; `state` is what `write` has returned."""
         mine = {
-            "random": random_states(self._device),
+            "random": written_random_states(self._device),
             "buffers": self._buffers(state["model"]),
             "closed": self.job.compute.written_since_closed(),
         }
@@ -242,7 +242,7 @@ class Continuation:
         if "scheduler" in state:
             self._scheduler.load_state_dict(unpack(state["scheduler"], "the scheduler's state"))
         if mine is not None:
-            restore_random_states(mine["random"], self._device)
+            restore_random_states(read_random_states(mine["random"]), self._device)
         self._feeding.go_on(None if rest is None else unpack(rest, "the pass under way"))
         compute.began_again()
 

@@ -14,10 +14,11 @@ import torch
 
 def random_states(device: torch.device) -> dict[str, Any]:
     """Return copies of the states of torch, of `device`, of NumPy and of Python; checkpoints hold this dict."""
+    own = np.random.get_bit_generator()  # type: ignore[attr-defined]  # not in its stub
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": np.random.get_state(),
+        "numpy": np.random.get_state(legacy=isinstance(own, np.random.MT19937)),  # else NumPy warns
         "python": random.getstate(),
     }
 
@@ -29,6 +30,29 @@ def restore_random_states(states: Mapping[str, Any], device: torch.device) -> No
         torch.cuda.set_rng_state(states["cuda"], device)
     np.random.set_state(states["numpy"])
     random.setstate(states["python"])
+
+
+def written_random_states(device: torch.device) -> dict[str, Any]:
+    """Return `random_states` as checkpoints hold them: hundreds of words in a tensor, which is quick to pack."""
+    states = random_states(device)
+    version, words, *gauss = states["python"]
+    states["python"] = [version, torch.tensor(words), *gauss]
+    if isinstance(states["numpy"], tuple):  # a generator that the user has chosen returns a dictionary
+        name, words, *rest = states["numpy"]
+        states["numpy"] = [name, torch.from_numpy(words.astype(np.int64)), *rest]
+    return states
+
+
+def read_random_states(written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `random_states` that were written, or those of an earlier release, which wrote them as they are."""
+    states = dict(written)
+    if isinstance(states["python"], list):
+        version, words, *gauss = states["python"]
+        states["python"] = version, tuple(words.tolist()), *gauss
+    if isinstance(states["numpy"], list):
+        name, words, *rest = states["numpy"]
+        states["numpy"] = name, words.numpy().astype(np.uint32), *rest
+    return states
 
 
 @contextmanager
