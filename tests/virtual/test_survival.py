@@ -373,6 +373,8 @@ ALONE: tuple[st.Strategy, ...] = (
     st.DiLoCo(interval=7),
     st.DiLoCo(interval=6, delay=1),
     st.DiLoCo(interval=6, fragments=2),
+    st.Average(every=4),
+    st.Average(every=6, delay=0, fragments=2),
 )
 
 
