@@ -15,10 +15,11 @@ import torch
 def random_states(device: torch.device) -> dict[str, Any]:
     """Return copies of the states of torch, of `device`, of NumPy and of Python; checkpoints hold this dict."""
     own = np.random.get_bit_generator()  # type: ignore[attr-defined]  # not in its stub
+    is_usual = isinstance(own, np.random.MT19937)  # NumPy warns where another is asked for a tuple
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": np.random.get_state(legacy=isinstance(own, np.random.MT19937)),  # else NumPy warns
+        "numpy": np.random.get_state() if is_usual else np.random.get_state(legacy=False),
         "python": random.getstate(),
     }
 
