@@ -18,12 +18,12 @@ import torch.distributed as dist
 
 from stretto import DataParallel
 from stretto.engine.watcher import _BEAT
-from stretto.errors import LeftOut, PeerSilent
+from stretto.errors import ConfigError, LeftOut, PeerSilent
 from stretto.groups import announce_death
 from stretto.survive.generations import buddy_distance, may_leave
 from stretto.survive.membership import Ended, Membership, _Missing, signs_of
 from stretto.survive.survivor import survives
-from stretto.survive.terms import Term, updates_between
+from stretto.survive.terms import Term, Wish, updates_between
 from stretto_lab.train.workers import host_store
 from tests.errors.tiny import tiny_model
 from tests.processes import Command, run_ranks
@@ -331,6 +331,37 @@ def test_who_leaves_takes_no_share_along_and_all_that_wish_to_get_away() -> None
             assert len(stay) < len(here)
             here, wish, rounds = stay, wish & set(stay), rounds + 1
         assert rounds <= 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ranks_per_node": 0}, "ranks_per_node=0: expected a divisor of the 4 ranks"),
+        ({"ranks_per_node": 3}, "ranks_per_node=3: expected a divisor of the 4 ranks"),
+        ({"leaves_at": signal.SIGTERM}, "leaves_at=.*SIGTERM.*: expected a list of signals"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_anybody_is_met(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        survives(lambda _: None, store=dist.HashStore(), rank=0, ranks=4, **settings)
+
+
+def test_the_first_signal_asks_and_the_second_does_what_it_did_before() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        wish = Wish()
+        with wish.at([signal.SIGUSR1]):
+            signal.raise_signal(signal.SIGUSR1)
+            assert (wish.is_asked, heard) == (True, [])
+            signal.raise_signal(signal.SIGUSR1)
+            assert heard == [signal.SIGUSR1]
+        signal.raise_signal(signal.SIGUSR1)
+        assert len(heard) == 2
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def stopped_store() -> None:

@@ -175,6 +175,17 @@ def test_a_node_that_has_lost_a_worker_comes_in_again_whole(
     assert "worker 3 is lost (seat 3: the others go on without this process" in capfd.readouterr().out
 
 
+def test_where_no_node_is_whole_any_more_the_run_ends_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = dataclasses.replace(mortal(workers=2, ranks_per_node=2), restarts=0)
+    with pytest.raises(
+        WorkerFailed, match=r"no worker has come to the end: .* no whole node; .* stretto resume"
+    ):
+        train(LocalRanks(2), run, shows_progress=False)
+
+
 def test_an_error_that_a_worker_raises_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(WorkerFailed, match=r"worker 1 failed: (.|\n)*ArithmeticError: of the user's"):

@@ -9,9 +9,9 @@ Note [Asked beside training]
 Note [Where all come]
     Ranks that step alone come together at averages. One whose data have ended waits there, and comes to no update
     before; the others cannot know that. So they keep states, and ask each other, after averages alone, and wait for the
-    answer there, because all have just met. The last average of all is none of these: who has stepped last has come to
-    that update before it. Where an average lands some updates after it has left, there is no update to which such a
-    rank comes: data have to be even there, as for checkpoints.
+    answer there, because all have just met. After the last average they do neither: the rank that has stepped last has
+    come to that update already. Where an average lands some updates after it has left, a rank without data comes to no
+    update of the others: data have to be even there, as for checkpoints.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from stretto.engine.report import Vote
+from stretto.averaging.worker import WITHOUT_DATA
 from stretto.exchange.transfer import Started
 from stretto.groups.collectives import method_of
 from stretto.parallel import DataParallel
@@ -27,7 +27,6 @@ from stretto.survive.copies import Beside
 
 _LOOK_SECONDS = 1.0
 """Between two looks at what others ask: two of them pass until all know."""
-_ENDED = (Vote.EXHAUSTED, Vote.LEFT, Vote.DRAIN)
 
 
 class Asking:
@@ -94,10 +93,10 @@ def do_all_come(parallel: DataParallel) -> bool:
     if not meets_at_averages(parallel):
         return True
     votes = parallel.job.compute.course.votes
-    is_last = bool(votes) and all(vote in _ENDED for vote in votes)
+    is_last = bool(votes) and all(vote in WITHOUT_DATA for vote in votes)
     return not parallel.job.replica.agreement.gap and not is_last
 
 
 def meets_at_averages(parallel: DataParallel) -> bool:
-    """Return whether there are updates to which a rank without data does not come, and others to which it does."""
+    """Return whether averages are the only updates to which every rank comes; see Note [Where all come]."""
     return parallel.job.replica.agreement.steps_alone and not getattr(parallel.strategy, "delay", 0)

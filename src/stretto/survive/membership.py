@@ -194,7 +194,7 @@ class Membership:
         return self._bounded(lambda: self._agree(ended))
 
     def newcomers(self, seats: Sequence[int]) -> list[int]:
-        """Return who wanted to come in when this was last asked, and could, and look again; it never waits."""
+        """Return who could come in when this was last asked, and look again; it never waits for the store."""
         if not self._looking.is_alive():
             self._looking = threading.Thread(target=self._look, name="stretto-newcomers", daemon=True)
             self._looking.start()
@@ -353,7 +353,8 @@ class Membership:
         return [seat for seat, _ in self._lines("waiting") if seat not in {*seats, *died, *entered}]
 
     def _whole(self, seats: Sequence[int]) -> list[int]:
-        places = {seat: place for seat, place in self._lines("waiting")}
+        waiting = self._lines("waiting") if self.ranks_per_node > 1 else []  # an answer of the store less
+        places = {seat: place for seat, place in waiting}
         return by_node(seats, places, self.ranks_per_node)
 
     def _lines(self, key: str) -> list[list[int]]:

@@ -84,7 +84,8 @@ def survives(  # noqa: PLR0913  # where the process stands, and how often the st
         address: Of this machine, where Gloo listens; None lets Gloo choose.
 
     Raises:
-        ConfigError: `ranks` is no multiple of `ranks_per_node`, or `leaves_at` is given outside the main thread.
+        ConfigError: `ranks` is no multiple of `ranks_per_node`, or `leaves_at` is no list or given outside the main
+            thread.
         LeftOut: The others go on without this process: it has left as it was asked to, was taken for dead, or its node
             is not whole.
         CorruptionError: Guards have named this process, or cannot say whom to name; those that they do not name go on.
@@ -92,8 +93,10 @@ def survives(  # noqa: PLR0913  # where the process stands, and how often the st
         Exception: What `train` raises; the others go on without this process.
     """
     rank, ranks = told_place(rank, ranks)
-    if ranks % ranks_per_node:
+    if ranks_per_node < 1 or ranks % ranks_per_node:
         raise ConfigError(f"ranks_per_node={ranks_per_node}: expected a divisor of the {ranks} ranks")
+    if not isinstance(leaves_at, Sequence):
+        raise ConfigError(f"leaves_at={leaves_at!r}: expected a list of signals, as [signal.SIGTERM]")
     if leaves_at and threading.current_thread() is not threading.main_thread():
         raise ConfigError("leaves_at: Python handles signals in the main thread alone: call survives there")
     job = PrefixStore("survive", connect(store) if isinstance(store, str) else store)

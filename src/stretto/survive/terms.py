@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -18,11 +18,7 @@ from stretto.checkpoint.ranks import Ranks
 from stretto.continuation import Loader
 from stretto.engine.state import set_settings
 from stretto.engine.watcher import store_of
-from stretto.errors import (
-    OutOfTurn,
-    PeerFailed,
-    PeerSilent,
-)
+from stretto.errors import OutOfTurn, PeerFailed, PeerSilent
 from stretto.groups import Leavable
 from stretto.optimizer import Hyperparameters, read_hyperparameters
 from stretto.parallel import DataParallel
@@ -32,8 +28,6 @@ from stretto.survive.generations import Memory, may_leave
 from stretto.survive.membership import Ended, Members
 
 _log = logging.getLogger("stretto")
-
-T = TypeVar("T")
 
 SHARE = 0.01
 """Of the time, and of the bytes that ranks send, that keeping generations may take where the library chooses."""

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Collection
 from typing import Any, Protocol, Self, TypeVar
 
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, WorkerFailed
 from stretto_lab.train.configuration import RunConfig, TaskT
 from stretto_lab.train.outcome import Outcome
 from stretto_lab.train.rank import surviving_rank, train_rank
@@ -178,9 +178,13 @@ def train(
         outcomes = ranks.call_replaced(
             surviving_rank, run.restarts, _say, run, warmup_updates, shows_progress
         )
-        return next(
-            outcome for outcome in outcomes if isinstance(outcome, Outcome)
-        )  # that the others have left
+        for outcome in outcomes:
+            if isinstance(outcome, Outcome):  # others have left
+                return outcome
+        raise WorkerFailed(
+            "no worker has come to the end: those that were left were no whole node; go on from the last checkpoint "
+            "with stretto resume"
+        )
     return ranks.call(train_rank, run, warmup_updates, shows_progress, is_passing)[0]
 
 

@@ -44,7 +44,7 @@ def run_replaced(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Left:
-    """What a function returns on a worker without which the others go on, though nothing is wrong with it."""
+    """What a function returns on a worker that the others go on without."""
 
     why: str
 
