@@ -2,9 +2,10 @@
 
 A fault is one token of one line: a comparison that is turned, a sum that becomes a difference, a number that is one
 more, a condition that is negated. Only lines are drawn that stand in both commits with the same neighbours, so that the
-same fault is planted in both. Tests of the package run, as its folder is called, and then those that cross packages. A
-fault that no test can see, because the line does the same with it, counts as not seen all the same. A test that fails
-has seen the fault if it passes without it, at once after that; else it is left out, and the others run again.
+same fault is planted in both. Tests of the file run, as it is called, then those of its package, and then those that
+cross packages. A fault that no test can see, because the line does the same with it, counts as not seen all the same. A
+test that fails has seen the fault if it passes without it, at once after that; else it is left out, and the others run
+again.
 
     python experiments/planted_faults.py --before COMMIT --faults 120 --out benchmarks/results/DATE-planted-faults
 
@@ -117,19 +118,22 @@ def drawn(before: Path, now: Path, faults: int, seed: int, packages: Sequence[st
     return chosen[:faults]
 
 
-def seen(tree: Path, which: int, fault: Fault, folders: Sequence[str]) -> str:
+def seen(tree: Path, which: int, fault: Fault) -> str:
     """Plant a fault, run tests, take it back; return the test that has seen it, or ''."""
     path = tree / fault.path[which]
+    own = f"tests/{fault.package}/test_{path.name}"
+    wholes = [own] if (tree / own).is_file() else []
+    wholes += [f"tests/{folder}" for folder in dict.fromkeys((fault.package, *ACROSS))]
     right = path.read_text()
     lines = right.splitlines(keepends=True)
     lines[fault.number[which]] = fault.planted + "\n"
     faulty = "".join(lines)
-    for folder in dict.fromkeys(folders):
+    for tests in wholes:
         unsteady: list[str] = []
         while True:
             path.write_text(faulty)
             try:
-                failed = first_failed(tree, f"tests/{folder}", *(f"--deselect={test}" for test in unsteady))
+                failed = first_failed(tree, tests, *(f"--deselect={test}" for test in unsteady))
             finally:
                 path.write_text(right)
             if not failed:
@@ -184,9 +188,8 @@ def main(words: Sequence[str] | None = None) -> None:
         for fault in drawn(*trees, options.faults, options.seed, options.packages)[part::parts]:
             if (fault.path, fault.planted) in tried:
                 continue
-            folders = [fault.package, *ACROSS]
             began = time.monotonic()
-            by = [seen(tree, which, fault, folders) for which, tree in enumerate(trees)]
+            by = [seen(tree, which, fault) for which, tree in enumerate(trees)]
             row = asdict(fault) | {"seen_by": by, "seconds": round(time.monotonic() - began)}
             print(json.dumps(row), file=out, flush=True)
             print(fault.package, by, row["seconds"], fault.planted.strip(), flush=True)
