@@ -77,8 +77,9 @@ class DataParallel:
                 srun) has started make it; otherwise this process trains alone. The job makes a group of its own
                 over these ranks.
             ranks: Ranks of the default group, instead of `group`.
-            mesh: Instead of `group`, for a model that `fully_shard` has sharded inside nodes: the dimension of its mesh
-                across which the job trains, as `mesh["node"]`. See the page sharded.
+            mesh: For a model that `fully_shard` has sharded inside nodes: the dimension of its mesh across which the
+                job trains, as `mesh["node"]`. It says whose ranks train; a `group` has to be of the same. See the page
+                sharded.
             options: Everything else.
 
         Raises:

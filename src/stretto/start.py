@@ -45,7 +45,7 @@ from stretto.exchange import (
 from stretto.exchange.transfer import Wait
 from stretto.exchange.verified import VerifiedTwoLevelExchange
 from stretto.flat import Layout, check_parameters, most_rows, original_name, plan_layout, shard_of
-from stretto.groups import may_wait_again, part_of
+from stretto.groups import may_wait_again, part_of, private_group
 from stretto.guards import Guard
 from stretto.guards.fitting import check_guards
 from stretto.guards.interpreter import GuardInterpreter
@@ -142,8 +142,8 @@ def sharding_for(
     Args:
         phases: What the job is made of.
         mesh: The dimension across which it trains; None where no rank holds a shard.
-        group: Says who trains, in the place of a mesh.
-        ranks: Likewise.
+        group: Says who trains; with a mesh, of all its ranks, in the same order.
+        ranks: Who trains, in the place of a group and a mesh.
 
     Raises:
         ConfigError: The model is not sharded over another dimension of that mesh, or something is asked for that does
@@ -155,10 +155,18 @@ def sharding_for(
 
     for parts in phases.values():
         _check_fits_shards(parts)
-    if group is not None or ranks is not None:
-        raise ConfigError("mesh says which ranks train: leave out group and ranks")
+    if ranks is not None:
+        raise ConfigError("mesh says which ranks train: leave out ranks")
     sharding = sharding_of(phases[0].model, mesh)
-    return sharding, sharding.everyone
+    if group is None:
+        return sharding, sharding.everyone
+    if sharding.everyone != list(range(group.size())) or dist.get_rank() != group.rank():
+        raise ConfigError(
+            f"mesh and group: expected the same ranks in the same order, found ranks {sharding.everyone} on the mesh, "
+            f"and a group of {group.size()}, whose rank {group.rank()} is rank {dist.get_rank()} of torch's default "
+            "group: make the mesh of the group's ranks (under survives, term.meshes()), or leave out group"
+        )
+    return sharding, None
 
 
 def _check_fits_shards(parts: Parts) -> None:
@@ -298,10 +306,11 @@ def _check(phases: Mapping[int, Parts], group: dist.ProcessGroup, sharding: "Sha
     """Raise unless a job can be made of these parts."""
     parts = phases[0]
     parts.check()
+    place = (group.rank(), group.size()) if sharding is None else (sharding.node, len(sharding.across))
     for one in phases.values():
         check_guards(one.guards, one.strategy, one.ledger)
         check_worker(one.strategy, one.ledger, one.options)
-        plan_quota(one.strategy, one.micro_batches, one.ledger.rounds, group.rank(), group.size())
+        plan_quota(one.strategy, one.micro_batches, one.ledger.rounds, *place)
     check_messages(parts.model, [one.strategy for one in phases.values()], group)
     check_formats([(one.options, one.strategy, one.ledger) for one in phases.values()])
     check_parameters(parts.model, sharded=sharding is not None)
@@ -368,7 +377,10 @@ def _connected(
         return exchange, None
     small = VerifiedExchange if options.verified else Exchange  # of records, which need no wire
     seconds = failures.timeout_seconds + BACKEND_MARGIN_SECONDS
-    inside, across = (part_of(failures.group, ranks, seconds) for ranks in (sharding.inside, sharding.across))
+    inside = private_group(
+        sharding.group, timeout_seconds=seconds
+    )  # known to torch, for steps of whole tensors
+    across = part_of(failures.group, sharding.across, seconds)
     where = " across nodes"
     wait = failures.among(across, sharding.across, where)
     follow = failures.follow_among(sharding.across, where) if failures.orders_streams else None

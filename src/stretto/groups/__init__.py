@@ -15,6 +15,7 @@ from stretto.groups.launcher import (
     told_place,
 )
 from stretto.groups.leavable import MEET_SECONDS, Leavable, LeavableGroup, await_left, part_store
+from stretto.groups.meshes import drop_default, meshes_over
 from stretto.groups.private import connections_of, part_of, private_group, ranks_of, release, retire
 from stretto.groups.staged import StagedGroup
 from stretto.groups.throttled import ThrottledGroup, ThrottledLeavable, register_throttled
@@ -36,6 +37,7 @@ __all__ = [
     "await_left",
     "connections_of",
     "deaths",
+    "drop_default",
     "is_hosted_by_agent",
     "join_launched_group",
     "launched_per_node",
@@ -44,6 +46,7 @@ __all__ = [
     "local_device",
     "may_wait_again",
     "meeting_point",
+    "meshes_over",
     "orders_streams",
     "own_rank",
     "part_of",

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -64,7 +64,7 @@ class Leavable(Protocol):
 
 
 class LeavableGroup(WrappedGroup):
-    """Gloo over processes that a list names; torch's registries do not know it.
+    """Gloo over processes that a list names; torch's registries do not know it, unless they ask for it (`of_torch`).
 
     Every process of the list makes it, with equal arguments but for `rank`.
 
@@ -101,10 +101,13 @@ class LeavableGroup(WrappedGroup):
             ) from error
         inner.set_timeout(timedelta(seconds=timeout_seconds))
         super().__init__(inner, store, "leavable")
-        self.names = tuple(names)
+        self.names: Sequence[int] = tuple(names)
         self._opened = opened
-        self._settings: dict[str, Any] = {"timeout_seconds": timeout_seconds, "address": address}
+        self.timeout_seconds = timeout_seconds
+        """After which a collective fails."""
+        self._address = address
         self._others: list[LeavableGroup] = []
+        self._known_to_torch: list[LeavableGroup] = []
 
     def private(self) -> "LeavableGroup":
         """Return another group of its ranks, which is left with this one."""
@@ -115,13 +118,28 @@ class LeavableGroup(WrappedGroup):
         store = part_store(self.get_group_store(), members, len(self._others))
         names = [self.names[member] for member in members]
         own = list(members).index(self.rank())
-        group = LeavableGroup(store, names, own, **self._settings)
+        group = LeavableGroup(store, names, own, timeout_seconds=self.timeout_seconds, address=self._address)
         self._others.append(group)
+        return group
+
+    def of_torch(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> "LeavableGroup":
+        """Return a group for torch's registries, which know its ranks; it is left with this one.
+
+        Args:
+            store: With a prefix that no other group has had.
+            rank: Of this process in the group.
+            world_size: How many ranks the group has: all of this one's, or some.
+            timeout: After which a collective fails.
+        """
+        seconds = timeout.total_seconds()
+        group = LeavableGroup(store, range(world_size), rank, timeout_seconds=seconds, address=self._address)
+        group.names = self.names if world_size == self.size() else ()
+        self._known_to_torch.append(group)
         return group
 
     @property
     def of_jobs(self) -> Sequence["LeavableGroup"]:
-        """The groups that were made of this one, the first one first."""
+        """The groups that were made of this one, the first one first; but for those of torch."""
         return self._others
 
     @property
@@ -136,7 +154,7 @@ class LeavableGroup(WrappedGroup):
 
     def leave(self) -> None:
         """Leave this group and those made of it; nothing arrives any more. Every later call raises."""
-        for group in self._others:
+        for group in (*self._others, *self._known_to_torch):
             group.leave()
         self.abort()
         last, self._inner = [self._inner], _LeftGroup(self.rank(), self.size())

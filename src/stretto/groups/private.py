@@ -196,10 +196,12 @@ def _over(ranks: Sequence[int], backend: str, timeout_seconds: float) -> dist.Pr
     _release_retired(ranks)
     name, timeout = _next_name(ranks, rank), timedelta(seconds=timeout_seconds)
     store = PrefixStore(f"meeting/{name}", dist.distributed_c10d._get_default_store())
-    meeting = Meeting(store, ranks.index(rank), ranks, timeout_seconds, connections())
+    called = ranks_of(dist.distributed_c10d._get_default_group())
+    names = [called[one] for one in ranks]
+    meeting = Meeting(store, ranks.index(rank), names, timeout_seconds, connections())
     try:
         meeting.wait()
-        return opened_by(lambda: meeting.connect(lambda: _named_group(name, ranks, rank, backend, timeout)))
+        return opened_by(lambda: meeting.connect(lambda: named_group(name, ranks, rank, backend, timeout)))
     except CommunicationError:
         raise
     except RuntimeError as error:
@@ -209,21 +211,29 @@ def _over(ranks: Sequence[int], backend: str, timeout_seconds: float) -> dist.Pr
         ) from error
 
 
-def _next_name(ranks: list[int], rank: int) -> GroupName:
+def _next_name(ranks: list[int], rank: int) -> str:
     over = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
     number = dist.distributed_c10d._get_default_store().add(f"stretto/groups/{over}/{rank}", 1)
-    return GroupName(f"stretto-{over}-{number}")
+    return f"stretto-{over}-{number}"
 
 
-def _named_group(
-    name: GroupName, ranks: list[int], rank: int, backend: str, timeout: timedelta
+def named_group(
+    name: str, ranks: list[int], rank: int, backend: str, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Do what `dist.new_group` does for those who are in the group, under a name of ours."""
+    """Do what `dist.new_group` does for those who are in the group, under a name of ours.
+
+    Args:
+        name: Of no other group that torch knows now.
+        ranks: Of the default group, in rising order.
+        rank: Of this process in the default group.
+        backend: Of the default group.
+        timeout: After which a collective fails.
+    """
     c10d = dist.distributed_c10d
     default, own = c10d._get_default_group(), ranks.index(rank)
     group: dist.ProcessGroup
     group, _ = c10d._new_process_group_helper(
-        len(ranks), own, ranks, dist.Backend(backend), c10d._get_default_store(), name,
+        len(ranks), own, ranks, dist.Backend(backend), c10d._get_default_store(), GroupName(name),
         timeout=timeout, device_id=default.bound_device_id,
     )  # fmt: skip
     c10d._world.pg_group_ranks[group] = {other: index for index, other in enumerate(ranks)}

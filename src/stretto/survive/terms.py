@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,14 +18,17 @@ from stretto.checkpoint.ranks import Ranks
 from stretto.continuation import Loader
 from stretto.engine.state import set_settings
 from stretto.engine.watcher import store_of
-from stretto.errors import OutOfTurn, PeerFailed, PeerSilent
-from stretto.groups import Leavable
+from stretto.errors import ConfigError, OutOfTurn, PeerFailed, PeerSilent
+from stretto.groups import Leavable, LeavableGroup, meshes_over
 from stretto.optimizer import Hyperparameters, read_hyperparameters
 from stretto.parallel import DataParallel
 from stretto.survive.asking import Asking, do_all_come
 from stretto.survive.copies import Copies
 from stretto.survive.generations import Memory, may_leave
 from stretto.survive.membership import Ended, Members
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger("stretto")
 
@@ -213,6 +216,26 @@ class Term:
             _log.warning("%s", self._before.line(restored.step, self.world_size))
         self._asking = Asking(parallel, self.group)
         return restored
+
+    def meshes(self, device_type: str = "cpu") -> "dict[str, DeviceMesh]":
+        """Return the mesh across nodes, "node", and the one inside this node, "shard"; all members must call, once.
+
+        For models that `fully_shard` shards inside nodes. FSDP2 keeps the mesh in the model, so sharded models and
+        their optimizers are built anew in every term. Torch's default group is made with them, over all members. It
+        goes with the term, and nobody else may make one. All work over Gloo, on any device.
+
+        Args:
+            device_type: Where parameters lie, such as "cuda".
+
+        Raises:
+            ConfigError: Torch has a default group that is not a term's, or the term is on a virtual cluster.
+            CommunicationError: A rank was lost.
+        """
+        if not isinstance(self.group, LeavableGroup):
+            raise ConfigError(
+                f"term.meshes(): expected a group of processes, found a {type(self.group).__name__}"
+            )
+        return meshes_over(self.group, self._process.membership.ranks_per_node, device_type)
 
     def leave(self) -> None:
         """Let this process leave soon: its machine is taken away, say. It may be called at any time, by any thread.

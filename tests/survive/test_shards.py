@@ -1,0 +1,73 @@
+"""Models that FSDP2 shards inside nodes: a node is lost, and the others go on, to the bit as fresh processes do."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import stretto as st
+from tests.processes import run_ranks
+from tests.survive.lived import SAMPLES, Lived, Told, check_samples, check_terms, fresh, lives
+
+SHARDS = 2
+AT_ONCE = 2
+"""Jobs side by side: most of the time all of them wait."""
+MOST_MOMENTS = 300
+CASES = {
+    "ddp": Lived(strategy=st.DDP()),
+    "zero1": Lived(strategy=st.ZeRO1()),
+    "dpu": Lived(strategy=st.DPU()),
+    "wp": Lived(strategy=st.WeightPrediction()),
+    "acco": Lived(strategy=st.ACCO()),
+    "local": Lived(strategy=st.LocalSGD(rate=0.25)),
+    "diloco": Lived(strategy=st.DiLoCo(interval=5)),
+    "acco on int8": Lived(strategy=st.ACCO(), wire="int8"),
+    "zero1 on rotated4, guarded": Lived(strategy=st.ZeRO1(), wire="rotated4", guards="standard"),
+    "zero1, then acco": Lived(strategy=st.Switching({0: st.ZeRO1(), 9: st.ACCO()})),
+    "zero1 with Muon": Lived(strategy=st.ZeRO1(), whole_tensors=True),
+}
+
+
+def drawn(seed: int, lived: Lived) -> Lived:
+    """The same job on three nodes, with a random rank killed in a random collective or in a pass through the model.
+
+    Every second time its node comes again, before the others have agreed to go on without it, or after.
+    """
+    rng = random.Random(seed)
+    seat, again = rng.randrange(3 * SHARDS), seed % 2 == 1
+    return replace(
+        lived,
+        ranks=3 * SHARDS,
+        shards=SHARDS,
+        killed=((seat, rng.randrange(MOST_MOMENTS)),),
+        again=seat // SHARDS * SHARDS if again else None,
+        comes_late=seed % 4 == 1,
+        every=1 if again else rng.choice([1, 3, 5]),  # whoever comes is taken in after any update
+        updates=24 if again else 16,
+    )
+
+
+def check(lived: Lived, folder: Path) -> None:
+    """What goes on is what fresh processes make of the same state, and every sample of a node counts once."""
+    ((seat, _),) = lived.killed
+    outcomes = lives(lived, str(folder))
+    found = {one.rank: one.value for one in outcomes if one.error is None}
+    assert found.keys() >= set(range(lived.ranks)) - {seat}, (lived, [one.error for one in outcomes])
+    left = {rank for rank, (model, _) in found.items() if model.startswith("seat")}
+    beside = {rank for rank in range(lived.ranks) if rank // SHARDS == seat // SHARDS}
+    assert left <= {*beside, *range(lived.ranks, lived.ranks + SHARDS)}, found
+    ended: dict[int, tuple[str, list[Told]]] = {rank: one for rank, one in found.items() if rank not in left}
+    assert len({model for model, _ in ended.values()}) == 1, (lived, ended)
+    model = next(iter(ended.values()))[0]
+    check_terms(ended)
+    firsts = check_terms({rank: one for rank, one in ended.items() if rank % SHARDS == 0})
+    check_samples(firsts, lived.strategy, lived.updates, SAMPLES * SHARDS)
+    last = firsts[-1][0]
+    paths = [str(path) for path in folder.glob(f"*-step-{last.step}")] if last.step else [None]
+    assert run_ranks(len(last.seats), fresh, lived, paths[0]) == [model] * len(last.seats), lived
+
+
+def test_nodes_of_shards_go_on_to_the_bit_as_fresh_processes_whoever_is_killed(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        cases = [drawn(seed, lived) for seed, lived in enumerate(CASES.values())]
+        list(pool.map(lambda case: check(case[1], tmp_path / str(case[0])), enumerate(cases)))
