@@ -3,6 +3,7 @@
 import hashlib
 import os
 import signal
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -177,9 +178,11 @@ class Moments:
         self._signal = signal.SIGSTOP if seat in lived.stopped else signal.SIGKILL
         self._store, self._is_waited_for = store, lived.again is not None
         self._collectives = 0
+        self.models: list[weakref.ref[nn.Module]] = []
 
     def watch(self, model: nn.Module) -> None:
         """Count every pass through a part of a model, forward and backward, as one more collective."""
+        self.models.append(weakref.ref(model))
 
         def comes_back(_: nn.Module, inputs: Any, output: Tensor) -> None:
             output.register_hook(lambda _: self.passed())
@@ -264,7 +267,9 @@ def place_of(rank: int, lived: Lived, store: dist.Store) -> int:
 def built_in(term: Term, lived: Lived, moments: Moments) -> Built:
     """What a process builds in every term, because its model is in shards."""
     moments.passed()
-    built = Built(lived, term.meshes())
+    meshes = term.meshes()
+    assert all(model() is None for model in moments.models), "a model of a term before is still there"
+    built = Built(lived, meshes)
     moments.watch(built.model)
     return built
 

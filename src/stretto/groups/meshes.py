@@ -11,6 +11,7 @@ Note [Equal meshes]
     name, and names follow from ranks: the mesh of before finds the group of now.
 """
 
+import gc
 import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -67,6 +68,7 @@ def drop_default() -> None:
     """Let torch forget the default group, and all that it has made of it, if it was made here."""
     if dist.is_initialized() and dist.get_backend() == _BACKEND:
         dist.destroy_process_group()
+        gc.collect()  # a sharded model is in cycles; the next one would lie in memory beside it
 
 
 def _make_default(group: LeavableGroup) -> None:
