@@ -83,14 +83,14 @@ def in_shards(mesh: DeviceMesh) -> nn.Sequential:
 class Built:
     """What a process builds before it gives its name, and keeps from term to term; in shards, in each term."""
 
-    def __init__(self, lived: Lived, mesh: Mapping[str, DeviceMesh] | None = None) -> None:
+    def __init__(self, mesh: Mapping[str, DeviceMesh] | None = None, *, whole_tensors: bool = False) -> None:
         self.mesh = mesh
         self.model = network() if mesh is None else in_shards(mesh["shard"])
         parameters = list(self.model.parameters())
         self.optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer]
-        self.optimizer = first = torch.optim.AdamW(parameters[lived.whole_tensors :], lr=0.01)
+        self.optimizer = first = torch.optim.AdamW(parameters[whole_tensors:], lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.StepLR(first, 7, 0.9)
-        if lived.whole_tensors:
+        if whole_tensors:
             self.optimizer = [first, torch.optim.Muon(parameters[:1], lr=0.01)]
 
 
@@ -269,7 +269,7 @@ def built_in(term: Term, lived: Lived, moments: Moments) -> Built:
     moments.passed()
     meshes = term.meshes()
     assert all(model() is None for model in moments.models), "a model of a term before is still there"
-    built = Built(lived, meshes)
+    built = Built(meshes, whole_tensors=lived.whole_tensors)
     moments.watch(built.model)
     return built
 
@@ -277,7 +277,7 @@ def built_in(term: Term, lived: Lived, moments: Moments) -> Built:
 def live(rank: int, lived: Lived, port: int, folder: str | None) -> tuple[str, list[Told]]:
     """One rank's life; return the digest of its model, and what it has seen."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=LONG)
-    moments, whole = Moments(lived, rank, store), Built(lived) if lived.shards == 1 else None
+    moments, whole = Moments(lived, rank, store), Built() if lived.shards == 1 else None
     terms: list[Told] = []
     place = place_of(rank, lived, store)
 
@@ -332,7 +332,7 @@ def fresh(rank: int, lived: Lived, path: str | None) -> str:
     shape = dist.get_world_size() // lived.shards, lived.shards
     whole = init_device_mesh("cpu", shape, mesh_dim_names=("node", "shard"))
     mesh = None if lived.shards == 1 else {"node": whole["node"], "shard": whole["shard"]}
-    job = Job(lived, dist.group.WORLD, Built(lived, mesh))
+    job = Job(lived, dist.group.WORLD, Built(mesh, whole_tensors=lived.whole_tensors))
     job.restored(None if path is None else st.checkpoint.load(job.parallel, path, loader=job.samples))
     return job.train(lived.updates, lambda _: None)
 

@@ -41,6 +41,14 @@ def test_shards_train_as_whole_models_do_and_leave_the_same_files() -> None:
         torch.testing.assert_close(evaluations(folder), evaluations("whole"), rtol=1e-4, atol=0)
 
 
+def test_micro_batches_of_all_ranks_together_are_as_many_on_shards() -> None:
+    train(run_of("shards", total_micro_batches=14), RANKS)
+    found = {(tuple(one["micro_batches"]), one["samples"]) for one in records("shards")}
+    assert found == {((8, 6), 14 * Tiny().batch)}  # four of each rank of one node, three of the other's
+    with pytest.raises(ConfigError, match="expected a multiple of 2, because the ranks of a node take"):
+        check_run(run_of("shards", total_micro_batches=13), RANKS)
+
+
 @pytest.mark.parametrize("strategy", ["acco:wire=int4", "diloco:interval=2:fragments=1"])
 def test_a_killed_run_of_shards_resumes_to_the_bit_and_goes_on_with_whole_models(strategy: str) -> None:
     calls = train(run_of("undisturbed", strategy=strategy), RANKS, train_until_killed, 0, -1)

@@ -117,7 +117,7 @@ def open_handle(
         )
     micro_batches: int | Total | Clock = run.micro_batches if run.clock is None else run.clock
     if run.total_micro_batches is not None:
-        micro_batches = Total(run.total_micro_batches)
+        micro_batches = Total(run.total_micro_batches // run.shard)  # a node takes one from each of its ranks
     return DataParallel(
         model,
         optimizer,
@@ -157,7 +157,7 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
         with waiting("reading the data"):
             run.task.check()
     arm, total = parse_arm(run.strategy), run.total_micro_batches
-    _check_total(total, arm, world_size)
+    _check_total(total, arm, world_size, run.shard)
     if not arm.is_ours and (run.faults or (run.noise is not None and run.noise.averages)):
         what = "faults strike" if run.faults else "noise hits averages of"
         raise ConfigError(f"{arm.name}: {what} our own strategies only; leave out the one or the other")
@@ -179,7 +179,8 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
         model = nn.ParameterList([torch.zeros(1)])
         # Noise may be on ranks that only the real group has, and patterns fit buffers that only the real model has;
         # and of micro-batches some rank has the fewest.
-        fewest = run.micro_batches if total is None else Total(total).of(world_size - 1, world_size)
+        nodes = world_size // run.shard
+        fewest = run.micro_batches if total is None else Total(total // run.shard).of(nodes - 1, nodes)
         alone = dataclasses.replace(
             run,
             noise=None,
@@ -193,7 +194,7 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
             open_handle(alone, model, optimizer, group=SoloGroup(), budget=budget).finish()
 
 
-def _check_total(total: int | None, arm: Arm, world_size: int) -> None:
+def _check_total(total: int | None, arm: Arm, world_size: int, shard: int) -> None:
     """Raise ConfigError where micro-batches of all ranks together cannot be dealt out."""
     if total is None:
         return
@@ -205,6 +206,11 @@ def _check_total(total: int | None, arm: Arm, world_size: int) -> None:
     if total < world_size:
         raise ConfigError(
             f"total_micro_batches={total}: expected at least one for each of {world_size} ranks"
+        )
+    if total % shard:
+        raise ConfigError(
+            f"total_micro_batches={total} with shard={shard}: expected a multiple of {shard}, because the ranks of a "
+            "node take equally many"
         )
 
 
@@ -231,7 +237,6 @@ def _check_shards(run: RunConfig[TaskT], world_size: int) -> None:
         f"strategy={run.strategy!r}, a stock method": not parse_arm(run.strategy).is_ours,
         f"link={run.link!r}, which would slow down the inside of nodes too": not Link.parse(run.link).is_free,
         "faults": bool(run.faults),
-        "survive": run.survive,
     }
     if refused := [what for what, is_asked in unfit.items() if is_asked]:
         raise ConfigError(

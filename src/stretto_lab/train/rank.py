@@ -127,7 +127,10 @@ def surviving_rank(
     is_told = shows_progress and info.rank == 0
     with waiting("reading data, building the model") if is_told else nullcontext():
         whole = _built(lasting, info.rank, info.world_size)
-        whole.model.to(device)
+        if run.shard == 1:
+            whole.model.to(device)
+    built = [whole]
+    del whole
 
     def train(term: Term) -> Outcome:
         group = term.group if wire.link.is_free else ThrottledLeavable(term.group, wire)
@@ -137,7 +140,9 @@ def surviving_rank(
         # Who is slow is a place, whatever number its rank has.
         of_term = dataclasses.replace(lasting, slow={term.rank: run.slow.get(info.rank, 1.0)})
         with _progress(context, info, lasting, shows_progress) as progress:
-            task = _placed_anew(whole, of_term, term)
+            # FSDP2 cuts a model once, so in shards each term has one of its own, and only the first has one already.
+            task = built[0] if run.shard == 1 else built.pop() if built else None
+            task = None if task is None else _placed_anew(task, of_term, term)
             return train_at(context, of_term, warmup_updates, progress, task)
 
     try:
@@ -147,7 +152,7 @@ def surviving_rank(
             rank=info.rank,
             ranks=info.world_size,
             silent_seconds=run.silent_seconds,
-            ranks_per_node=run.ranks_per_node or 1,
+            ranks_per_node=run.ranks_per_node or run.shard,
             seat=info.seat,
             address=address_of(info),
         )
@@ -252,7 +257,7 @@ def _begun(
         follows = "" if task is not None else ": reading data, building the model"
         progress.doing(f"workers have started on {context.device}{follows}")
     task = task or _built(run, context.rank, context.world_size)
-    mesh = placed(task, run, context.device)
+    mesh = placed(task, run, context.device, context.term)
     size = sum(parameter.numel() for parameter in task.model.parameters())
     if context.rank == 0 and run.run_dir is not None:
         note_parameters(Path(run.run_dir), size)

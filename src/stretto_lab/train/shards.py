@@ -10,25 +10,27 @@ from torch import distributed as dist
 from stretto.engine.options import BufferChoices
 from stretto.errors import ConfigError
 from stretto.flat import is_dtensor
+from stretto.survive import Term
 from stretto_lab.recipes import Task
 from stretto_lab.train.configuration import Job, TaskT
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def placed(task: Task, job: Job[TaskT], device: torch.device) -> Any:
+def placed(task: Task, job: Job[TaskT], device: torch.device, term: Term | None = None) -> Any:
     """Bring the model of a task to its device, cut inside nodes if the job says so.
 
     Units that FSDP2 gathers are the members of the outermost `nn.ModuleList`s, which are the layers of a transformer,
-    and the rest of the model. All ranks of the default group must call.
+    and the rest of the model. All ranks of the default group, or of the term, must call.
 
     Args:
         task: Not yet trained; its optimizer gets the shards in the place of the parameters.
         job: Says how many ranks hold one model.
         device: Of this rank.
+        term: Of a job that survives the loss of ranks.
 
     Returns:
-        A mesh of dimensions `node` and `shard`, or None where every rank holds a whole model.
+        What has the meshes `node` and `shard` by name, or None where every rank holds a whole model.
 
     Raises:
         ConfigError: The model has batch normalisation, whose statistics nobody averages inside a node.
@@ -45,8 +47,12 @@ def placed(task: Task, job: Job[TaskT], device: torch.device) -> Any:
             f"shard={job.shard}: the model has batch normalisation, whose running statistics nobody averages inside a "
             "node: expected shard=1, a model without it, or buffers='*=alone', which leaves each rank its own"
         )
-    shape = (dist.get_world_size() // job.shard, job.shard)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("node", "shard"))
+    mesh: Any
+    if term is not None:
+        mesh = term.meshes(device.type)
+    else:
+        shape = (dist.get_world_size() // job.shard, job.shard)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("node", "shard"))
     cut(task, mesh["shard"], device)
     return mesh
 
