@@ -16,7 +16,7 @@ LATE, TIMEOUT_SECONDS, SILENT_SECONDS = 3, 6.0, 4.0
 
 
 def hanging(rank: int, strategy: Strategy, how: str, where: str) -> None:
-    """Rank 3 does not come to a pass through the model, or does not come out of one."""
+    """Rank 3 does not come to a pass through the model, or not out of it, or not out of the backward pass."""
     options = Options(bucket_bytes=512, timeout_seconds=TIMEOUT_SECONDS, silent_seconds=SILENT_SECONDS)
     pids: list[int] = [0] * WORLD_SIZE
     dist.all_gather_object(pids, os.getpid())
@@ -36,6 +36,8 @@ def hanging(rank: int, strategy: Strategy, how: str, where: str) -> None:
                 if (rank, index) == (LATE, 5):
                     if where == "inside":
                         model.mix[1].register_forward_pre_hook(hang)
+                    elif where == "back":
+                        model.words.register_full_backward_pre_hook(hang)  # all is gathered by then
                     else:
                         hang()
                 parallel.backward(loss_of(model, batch(rank, index)))
@@ -53,6 +55,8 @@ CASES: tuple[tuple[Strategy, str, str], ...] = (
     (ZeRO1(), "stop", "before"),
     (ACCO(), "kill", "before"),
     (ZeRO1(), "kill", "inside"),
+    (ACCO(), "late", "back"),
+    (ZeRO1(), "stop", "back"),
 )
 
 

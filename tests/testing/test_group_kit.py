@@ -40,7 +40,6 @@ class TestSoloGroup(ProcessGroupConformance):
 
 class TestGloo(ProcessGroupConformance):
     world_sizes = (3,)
-    untimed = ("reduce_scatter_single",)
 
     def run_ranks(self, world_size: int, program: Program) -> Sequence[Any]:
         return run_program(world_size, program)
@@ -58,7 +57,6 @@ class TestStagedGroup(ProcessGroupConformance):
     """On a host every tensor is copied all the same."""
 
     world_sizes = (2,)
-    untimed = ("reduce_scatter_single",)
 
     def run_ranks(self, world_size: int, program: Program) -> Sequence[Any]:
         return run_program(world_size, functools.partial(staged, program))

@@ -25,7 +25,7 @@ from stretto.errors import (
     PeerSilent,
     StrettoError,
 )
-from stretto.groups import Leavable, await_left, told_place
+from stretto.groups import Leavable, await_left, drop_default, told_place
 from stretto.guards.left_out import to_leave_out
 from stretto.survive.generations import Memory
 from stretto.survive.membership import Ended, Members, Membership
@@ -116,6 +116,7 @@ def survive_among(train: Callable[[Term], T], membership: Members, every: int | 
         membership.died(f"{type(error).__name__}: {error}")
         raise
     finally:
+        drop_default()
         await_left(_LEAVE_SECONDS)
 
 

@@ -59,8 +59,9 @@ class ProcessGroupConformance(Conformance):
     sizes: ClassVar[Sequence[int]] = (1, 7, 4099)
     """Elements per rank, or per part; odd ones, because nothing may rely on padding."""
     untimed: ClassVar[Collection[str]] = ()
-    """Names of collectives whose `wait(timeout)` does not raise when the time is up. Gloo's reduce-scatter is one; on a
-    virtual cluster, whose time stands still, all are (`EVERY_NAME`)."""
+    """Names of collectives whose `wait(timeout)` does not raise when the time is up, so that a job does not look around
+    in them. Of Gloo itself, jobs avoid the reduce-scatter, which is one. On a virtual cluster, whose time stands still,
+    all are (`EVERY_NAME`)."""
     refuses_mismatches: ClassVar[bool] = False
     """Whether the group claims to refuse collectives in which ranks disagree; most do not, and hang or mix."""
 
