@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from stretto import ACCO, Audit, DataParallel, DiLoCo, Noise, Options, PAFTDyn, Switching, ZeRO1
 from stretto.errors import ConfigError, ParametersTouched, UsageError
+from stretto.groups.collective_group import CollectiveGroup
 from tests.processes import run_ranks
 from tests.sharded.jobs import adamw, loss_of, mesh_of, network, shard
 
@@ -73,7 +74,8 @@ CASES: dict[str, tuple[Callable[[], Made], tuple[str, ...]]] = {
         ),
         ("dimension 1", "shard_placement_fn"),
     ),
-    "a group too": (over(ranks=[0]), ("leave out group and ranks",)),
+    "ranks too": (over(ranks=[0]), ("leave out ranks",)),
+    "a group of others": (over(group=CollectiveGroup(1, 3)), ("a group of 3, whose rank 1", "term.meshes()")),
     "audit": (over(guards=[Audit(rate=0.5)], strategy=ACCO()), ("Audit", "again by itself")),
     "noise": (over(options=Options(noise=Noise(0.1))), ("noise",)),
     "ranks per node": (over(options=Options(ranks_per_node=1)), ("ranks_per_node", "FSDP2")),

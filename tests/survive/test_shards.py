@@ -1,11 +1,19 @@
 """Models that FSDP2 shards inside nodes: a node is lost, and the others go on, to the bit as fresh processes do."""
 
 import random
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+import torch.distributed as dist
+
 import stretto as st
+from stretto.errors import ConfigError
+from stretto.survive import Term, survives
+from stretto_lab.train.workers import host_store
+from stretto_lab.virtual import VirtualCluster, survive
 from tests.processes import run_ranks
 from tests.survive.lived import SAMPLES, Lived, Told, check_samples, check_terms, fresh, lives
 
@@ -31,7 +39,8 @@ CASES = {
 def drawn(seed: int, lived: Lived) -> Lived:
     """The same job on three nodes, with a random rank killed in a random collective or in a pass through the model.
 
-    Every second time its node comes again, before the others have agreed to go on without it, or after.
+    Every second time its node comes again, before the others have agreed to go on without it, or after. Now and then
+    the rank is stopped instead, and wakes later.
     """
     rng = random.Random(seed)
     seat, again = rng.randrange(3 * SHARDS), seed % 2 == 1
@@ -42,6 +51,7 @@ def drawn(seed: int, lived: Lived) -> Lived:
         killed=((seat, rng.randrange(MOST_MOMENTS)),),
         again=seat // SHARDS * SHARDS if again else None,
         comes_late=seed % 4 == 1,
+        stopped=(seat,) if seed % 4 == 2 else (),
         every=1 if again else rng.choice([1, 3, 5]),  # whoever comes is taken in after any update
         updates=24 if again else 16,
     )
@@ -71,3 +81,40 @@ def test_nodes_of_shards_go_on_to_the_bit_as_fresh_processes_whoever_is_killed(t
     with ThreadPoolExecutor(AT_ONCE) as pool:
         cases = [drawn(seed, lived) for seed, lived in enumerate(CASES.values())]
         list(pool.map(lambda case: check(case[1], tmp_path / str(case[0])), enumerate(cases)))
+
+
+def refused(why: str) -> Callable[[Term], None]:
+    def train(term: Term) -> None:
+        with pytest.raises(ConfigError, match=why):
+            term.meshes()
+
+    return train
+
+
+def with_a_default_group(rank: int) -> int:
+    """Nobody repairs it, so a mesh over it would have the ranks that are lost."""
+    store = dist.PrefixStore("job", dist.distributed_c10d._get_default_store())
+    survives(refused("torch has a default group already"), store=store, rank=rank, ranks=2)
+    return dist.get_world_size()
+
+
+def makes_its_own(rank: int, port: int) -> list[int]:
+    """Before a job has meshes, and after it, there is no default group."""
+    store, found = dist.TCPStore("127.0.0.1", port, is_master=False), [dist.is_initialized()]
+
+    def train(term: Term) -> None:
+        meshes = term.meshes()
+        found.extend([dist.get_world_size(), meshes["node"].size(), meshes["shard"].size()])
+
+    survives(train, store=store, rank=rank, ranks=4, ranks_per_node=2)
+    return [*found, dist.is_initialized()]
+
+
+def test_meshes_are_refused_where_they_could_not_be_left() -> None:
+    assert run_ranks(2, with_a_default_group) == [2, 2]
+    survive(VirtualCluster(2), refused("expected a group of processes"), every=None)
+
+
+def test_torchs_default_group_goes_with_the_job() -> None:
+    store = host_store("127.0.0.1", 0)
+    assert run_ranks(4, makes_its_own, store.port, backend=None) == [[False, 4, 2, 2, False]] * 4
