@@ -377,9 +377,8 @@ def _connected(
         return exchange, None
     small = VerifiedExchange if options.verified else Exchange  # of records, which need no wire
     seconds = failures.timeout_seconds + BACKEND_MARGIN_SECONDS
-    inside = private_group(
-        sharding.group, timeout_seconds=seconds
-    )  # known to torch, for steps of whole tensors
+    # Of torch's own, which steps of whole tensors ask for.
+    inside = private_group(sharding.group, timeout_seconds=seconds)
     across = part_of(failures.group, sharding.across, seconds)
     where = " across nodes"
     wait = failures.among(across, sharding.across, where)

@@ -348,6 +348,15 @@ def test_settings_that_cannot_be_are_refused_before_anybody_is_met(
         survives(lambda _: None, store=dist.HashStore(), rank=0, ranks=4, **settings)
 
 
+def test_a_job_that_is_not_over_the_terms_group_is_refused() -> None:
+    def train(term: Term) -> None:
+        model = tiny_model()
+        term.go_on(DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+
+    with pytest.raises(ConfigError, match=r"expected DataParallel\(\.\.\., group=term\.group\)"):
+        survives(train, store=dist.HashStore(), rank=0, ranks=1)
+
+
 def test_the_first_signal_asks_and_the_second_does_what_it_did_before() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))

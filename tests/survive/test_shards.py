@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import stretto as st
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, OutOfTurn
 from stretto.survive import Term, survives
 from stretto_lab.train.workers import host_store
 from stretto_lab.virtual import VirtualCluster, survive
@@ -104,6 +104,8 @@ def makes_its_own(rank: int, port: int) -> list[int]:
 
     def train(term: Term) -> None:
         meshes = term.meshes()
+        with pytest.raises(OutOfTurn, match="twice in a term"):
+            term.meshes()
         found.extend([dist.get_world_size(), meshes["node"].size(), meshes["shard"].size()])
 
     survives(train, store=store, rank=rank, ranks=4, ranks_per_node=2)

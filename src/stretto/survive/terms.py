@@ -176,6 +176,7 @@ class Term:
         self._costs = _Costs()
         self._copies: Copies | None = None
         self._asking: Asking | None = None
+        self._has_meshes = False
         self._job: weakref.ref[DataParallel] | None = None
         self.beginning = Beginning()
 
@@ -200,9 +201,15 @@ class Term:
             What has come back; None at the beginning of the job.
 
         Raises:
+            ConfigError: The job is not over `group`.
             TornCheckpoint: No generation is whole.
             CommunicationError: A rank was lost.
         """
+        if not self.group.of_jobs:
+            raise ConfigError(
+                f"rank {self.rank}: term.go_on() of a job that would not hear of the term's members: expected "
+                "DataParallel(..., group=term.group)"
+            )
         self._job = weakref.ref(parallel)
         self.beginning.note(parallel)
         self._copies = Copies(parallel, self.group)
@@ -229,12 +236,18 @@ class Term:
 
         Raises:
             ConfigError: Torch has a default group that is not a term's, or the term is on a virtual cluster.
+            OutOfTurn: This term has its meshes already.
             CommunicationError: A rank was lost.
         """
+        if self._has_meshes:
+            raise OutOfTurn(
+                f"rank {self.rank}: term.meshes() twice in a term: expected once; models share them"
+            )
         if not isinstance(self.group, LeavableGroup):
             raise ConfigError(
                 f"term.meshes(): expected a group of processes, found a {type(self.group).__name__}"
             )
+        self._has_meshes = True
         return meshes_over(self.group, self._process.membership.ranks_per_node, device_type)
 
     def leave(self) -> None:
