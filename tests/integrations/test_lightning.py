@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ pytestmark = pytest.mark.skipif(
 TRAINER, FABRIC = code_blocks(DOCS / "integrations.md", "tests/integrations/test_lightning.py")
 EPOCHS = 4
 OVERLAPPING = {"acco": ACCO(), "wp": WeightPrediction()}
+BY_STEPS = {"interval": "step"}
+SELDOM = {"by epochs": {"interval": "epoch"}, "by every eighth batch": {"interval": "step", "frequency": 8}}
+"""How often a schedule turns that the job does not turn itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +47,8 @@ class Run:
     """How often the schedule was turned, at the end."""
 
 
-def module(seen: Run) -> Any:
-    """A tiny GPT-2 with a warm-up by steps."""
+def module(seen: Run, schedule: Mapping[str, Any] = BY_STEPS) -> Any:
+    """A tiny GPT-2 with a warm-up."""
     import lightning
 
     class Language(lightning.LightningModule):
@@ -74,8 +77,8 @@ def module(seen: Run) -> Any:
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.network.parameters(), lr=1e-2)
-            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.2, total_iters=5)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+            warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.2, total_iters=5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warm_up, **schedule}}
 
     return Language()
 
@@ -110,10 +113,12 @@ def validation() -> Any:
     return torch.utils.data.DataLoader(texts(8, seed=1), batch_size=2)
 
 
-def train(name: str, resume: str | None = None, **settings: Any) -> Run:
+def train(
+    name: str, resume: str | None = None, schedule: Mapping[str, Any] = BY_STEPS, **settings: Any
+) -> Run:
     """Train with the Trainer of this name."""
     seen = Run([], [], [], [], [], [], [])
-    model = module(seen)
+    model = module(seen, schedule)
     torch.manual_seed(1)
     trainer = trainer_of(name, **settings)
     trainer.fit(model, torch.utils.data.DataLoader(texts(40), batch_size=2), validation(), ckpt_path=resume)
@@ -277,6 +282,11 @@ def alone(rank: int) -> dict[str, Any]:
         "ours": train("ours", max_epochs=1, devices=1),
     }
 
+    for name, schedule in SELDOM.items():
+        for how, strategy in {"stock": {}, "ours": {"strategy": ACCO()}}.items():
+            trained = train(f"{name}, {how}", schedule=schedule, max_epochs=2, devices=1, **strategy)
+            found[f"{name}, {how}"] = trained.turned
+
     def refused(change: Callable[[Any], None] = lambda _: None, **settings: Any) -> str:
         model = module(Run([], [], [], [], [], [], []))
         change(model)
@@ -316,6 +326,14 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_one_process_equals_lightning_to_the_bit(one: dict[str, Any]) -> None:
     assert one["ours"].losses == one["stock"].losses
     assert same(one["ours"].parameters, one["stock"].parameters)
+
+
+@pytest.mark.parametrize("name", SELDOM)
+def test_a_schedule_that_does_not_turn_at_every_step_turns_as_often_as_under_ddp(
+    one: dict[str, Any], name: str
+) -> None:
+    assert one[f"{name}, ours"] == one[f"{name}, stock"]
+    assert 0 < one[f"{name}, stock"][0] < one["stock"].turned[0] * 2
 
 
 def test_what_cannot_work_is_refused_in_one_line(one: dict[str, Any]) -> None:

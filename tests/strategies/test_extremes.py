@@ -141,3 +141,13 @@ def test_an_effect_that_no_job_has_a_performer_for_is_named() -> None:
     parallel = DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), Surprises())
     with pytest.raises(ConfigError, match="surprises asks for Average in update"):
         train(parallel, model)
+
+
+def test_averages_of_which_none_would_come_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rate=0\): expected averages now and then"):
+        LocalSGD(rate=0)
+    with pytest.raises(ConfigError, match=r"rate=1.5\): expected averages per update, from 0 to 1"):
+        LocalSGD(rate=1.5)
+    with pytest.raises(ConfigError, match=r"max_gap=0\): expected at least 1 update"):
+        LocalSGD(rate=1, max_gap=0)
+    assert LocalSGD(rate=1).max_gap is None
