@@ -207,6 +207,9 @@ def test_a_worker_that_guards_name_is_left_out_and_not_replaced(
     assert "is started in its place" not in printed
     ranks = [len(record["micro_batches"]) for record in read_json_lines(Path("run/updates.jsonl"))]
     assert ranks[-1] == 2
+    (line,) = read_json_lines(Path("run/quarantine.jsonl"))
+    told = ("left_out", "goes_on_with", "world_size", "named", "checkpoint", "error")
+    assert [line[name] for name in told] == [[1], 2, 3, [1], "memory", "StateCorrupt"]
 
 
 def test_what_needs_all_ranks_is_refused_with_the_reason() -> None:

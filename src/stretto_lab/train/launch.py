@@ -4,13 +4,15 @@ import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
-from stretto.errors import ConfigError, WorkerFailed
+from stretto.errors import ConfigError, CorruptionError, WorkerFailed
 from stretto_lab.train.configuration import RunConfig, TaskT
 from stretto_lab.train.outcome import Outcome
+from stretto_lab.train.quarantine import note_damage
 from stretto_lab.train.rank import surviving_rank, train_rank
-from stretto_lab.train.replaced import run_replaced
+from stretto_lab.train.replaced import Damaged, run_replaced
 from stretto_lab.train.workers import RankInfo, host_store, run_workers
 
 T = TypeVar("T")
@@ -105,10 +107,15 @@ class LocalRanks:
         ]
 
     def call_replaced(
-        self, function: Callable[..., T], restarts: int, log: Callable[[str], None], *args: Any
+        self,
+        function: Callable[..., T],
+        restarts: int,
+        log: Callable[[str], None],
+        damaged: Damaged,
+        *args: Any,
     ) -> list[T]:
         """As `call`, with a new process for each that dies; the arguments are those of `run_replaced`."""
-        return run_replaced(function, self._infos(), restarts, log, *args)
+        return run_replaced(function, self._infos(), restarts, log, damaged, *args)
 
 
 class JoinedRank:
@@ -175,8 +182,21 @@ def train(
                 "--survive starts local workers and replaces them: expected no launcher; in a loop of your own "
                 "stretto.survives does the rest (the page survive)"
             )
+
+        def damaged(worker: int, error: CorruptionError, others: int) -> None:
+            if run.run_dir is not None:
+                note_damage(
+                    Path(run.run_dir),
+                    f"worker {worker}: {error}",
+                    [error],
+                    world_size=others + 1,
+                    left_out=[worker],
+                    goes_on_with=others,
+                    begins_at="memory",
+                )
+
         outcomes = ranks.call_replaced(
-            surviving_rank, run.restarts, _say, run, warmup_updates, shows_progress
+            surviving_rank, run.restarts, _say, damaged, run, warmup_updates, shows_progress
         )
         for outcome in outcomes:
             if isinstance(outcome, Outcome):  # others have left

@@ -5,12 +5,14 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
-from stretto.errors import WorkerFailed
+from stretto.errors import CorruptionError, WorkerFailed
 from stretto_lab.patience import waiting
 from stretto_lab.train.processes import Worker, Workers, supervised
 from stretto_lab.train.workers import RankInfo, announce, work
 
 T = TypeVar("T")
+Damaged = Callable[[int, CorruptionError, int], None]
+"""Is told of a worker by its number, of what it has raised, and of how many go on."""
 
 
 def run_replaced(
@@ -18,6 +20,7 @@ def run_replaced(
     infos: Sequence[RankInfo],
     restarts: int,
     log: Callable[[str], None],
+    damaged: Damaged,
     *args: Any,
 ) -> list[T]:
     """Call `function(info, *args)` in one process per info, and again in a new one for each that dies.
@@ -27,6 +30,7 @@ def run_replaced(
         infos: All ranks, on this machine.
         restarts: How many processes are started in the places of others.
         log: Called with one line of text at every death.
+        damaged: Called where a worker is left out because of damage.
         args: The same for every rank.
 
     Returns:
@@ -37,7 +41,7 @@ def run_replaced(
             other processes have ended too.
     """
     with supervised(lands=True) as workers:
-        replaced = _Replaced(workers, function, infos, restarts, log, args)
+        replaced = _Replaced(workers, function, infos, restarts, log, damaged, args)
         workers.let_land()
         return replaced.results()
 
@@ -59,10 +63,11 @@ class _Replaced:
         infos: Sequence[RankInfo],
         restarts: int,
         log: Callable[[str], None],
+        damaged: Damaged,
         args: tuple[Any, ...],
     ) -> None:
         self._workers, self._function, self._args = workers, function, args
-        self._restarts, self._log = restarts, log
+        self._restarts, self._log, self._damaged = restarts, log, damaged
         self._seats = 0
         self._running: dict[int, tuple[RankInfo, Worker]] = {}
         self._results: dict[int, Any] = {}
@@ -95,6 +100,7 @@ class _Replaced:
             return
         if not succeeded and report.damage and self._running:
             self._log(f"worker {seat} is left out ({report.text}): {len(self._running)} go on")
+            self._damaged(seat, report.damage, len(self._running))
         elif not succeeded:
             raise WorkerFailed(
                 f"worker {seat} failed: {report.text}", [report.damage] if report.damage else []

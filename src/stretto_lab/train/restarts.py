@@ -5,24 +5,19 @@ compared with its checksums when it is read.
 """
 
 import dataclasses
-import platform
 from collections.abc import Callable, Collection
 from pathlib import Path
 
 from stretto import checkpoint
 from stretto.errors import ConfigError, WorkerFailed
 from stretto.guards.left_out import to_leave_out
-from stretto.records import Incident
 from stretto_lab.faults import FaultPlan
-from stretto_lab.observe import append_json_line
 from stretto_lab.train.configuration import RunConfig, TaskT
 from stretto_lab.train.handle import check_run
 from stretto_lab.train.launch import Ranks, train
 from stretto_lab.train.outcome import Outcome
+from stretto_lab.train.quarantine import note_damage
 from stretto_lab.train.state import checkpoints_of
-
-FILE = "quarantine.jsonl"
-"""One line for every time that damage ended the run."""
 
 
 def train_on(ranks: Ranks, run: RunConfig[TaskT], log: Callable[[str], None]) -> Outcome:
@@ -45,7 +40,16 @@ def train_on(ranks: Ranks, run: RunConfig[TaskT], log: Callable[[str], None]) ->
         remaining = None if left_out is None or run.restarts == 0 else ranks.without(left_out)
         going_on = None if left_out is None or remaining is None else _without(left_out, run, remaining)
         if ranks.is_first:
-            _record(run, failure, ranks, left_out or (), going_on)
+            latest = checkpoint.latest(checkpoints_of(run))
+            note_damage(
+                Path(str(run.run_dir)),
+                str(failure),
+                failure.damages,
+                world_size=ranks.world_size,
+                left_out=left_out or (),
+                goes_on_with=None if going_on is None else going_on.workers,
+                begins_at=None if latest is None else latest.name,
+            )
         if left_out is None or remaining is None or going_on is None:
             raise
         log(f"{failure}\n{_in_words(run, left_out, going_on, ranks.world_size)}")
@@ -88,32 +92,6 @@ def ranks_per_node(before: int | None, world_size: int, left_out: Collection[int
     nodes = [] if before is None else [range(rank, rank + before) for rank in range(0, world_size, before)]
     are_whole = all(len(set(node) & set(left_out)) in (0, len(node)) for node in nodes)
     return before if are_whole else None
-
-
-def _record(
-    run: RunConfig[TaskT],
-    failure: WorkerFailed,
-    ranks: Ranks,
-    left_out: Collection[int],
-    going_on: RunConfig[TaskT] | None,
-) -> None:
-    found = dict.fromkeys(incident for damage in failure.damages for incident in damage.incidents)
-    latest = checkpoint.latest(checkpoints_of(run))
-    append_json_line(
-        Path(str(run.run_dir), FILE),
-        {
-            "error": type(failure.damages[0]).__name__,
-            "cause": str(failure),
-            "host": platform.node(),
-            "world_size": ranks.world_size,
-            "named": sorted({rank for damage in failure.damages for rank in damage.ranks}),
-            "links": sorted({link for damage in failure.damages for link in damage.links}),
-            "left_out": list(left_out),
-            "goes_on_with": None if going_on is None else going_on.workers,
-            "checkpoint": None if latest is None else latest.name,
-            "incidents": [incident.as_json() for incident in found if isinstance(incident, Incident)],
-        },
-    )
 
 
 def _in_words(
