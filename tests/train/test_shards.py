@@ -131,7 +131,6 @@ def test_batch_normalisation_is_refused_with_the_way_out(capsys: pytest.CaptureF
         ({"shard": 3}, "shard=3: expected a divisor of the 4 ranks"),
         ({"strategy": "torch-ddp"}, "strategy='torch-ddp', a stock method"),
         ({"link": "10mbit"}, "link='10mbit', which would slow down the inside of nodes too"),
-        ({"survive": True}, "survive"),
     ],
 )
 def test_what_a_run_on_shards_cannot_do_is_said_before_it_begins(
