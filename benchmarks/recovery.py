@@ -7,6 +7,7 @@ drawn moment, and whoever supervises it starts another one in its place.
     survive           the same, but nobody tells: a process is found dead by its connections and its silence
     survive-leave     a process is told to leave, by SIGTERM in the place of SIGKILL, as where machines are taken away;
                       no state is due then
+    survive-shards    as survive-told, but the model is sharded by FSDP2, on three nodes of one shard: it is built anew
     torchrun          stock DDP under one torchrun: all processes are started again and read a checkpoint from disk
     torchrun-nodes    the same with a torchrun for each rank, as on three machines, and its default settings
     torchrun-tuned    the same with keep_alive_interval=1, keep_alive_max_attempt=3, last_call_timeout=1
@@ -71,7 +72,8 @@ NODES = ("torchrun-nodes", "torchrun-tuned")
 APART = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without it processes that torchrun starts again find the addresses of those before (PyTorch 2.13, Gloo)."""
 TUNED = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
-ARMS = ("survive-told", "survive", "survive-leave", "torchrun", "torchrun-nodes", "torchrun-tuned", "torchft")
+TOLD = ("survive-told", "survive-shards")
+ARMS = (*TOLD, "survive", "survive-leave", "torchrun", "torchrun-nodes", "torchrun-tuned", "torchft")
 
 
 def network(width: int) -> nn.Sequential:
@@ -115,15 +117,25 @@ def summed(model: nn.Module, all_reduce: Callable[[Tensor], object]) -> None:
 # What the processes of each arm do
 
 
-def survive(told: Told, rank: int, width: int, port: int, _: Path, every: int = EVERY) -> None:
+def survive(
+    told: Told, rank: int, width: int, port: int, _: Path, every: int = EVERY, *, in_shards: bool = False
+) -> None:
     """Go on in the same process."""
-    model = network(width)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if in_shards:
+        from torch.distributed.fsdp import fully_shard  # half a second, in which others would not start
+    whole = network(width)
+    optimizer_of_whole = torch.optim.AdamW(whole.parameters(), lr=1e-3)
     draws = torch.Generator().manual_seed(rank)
 
     def train(term: st.Term) -> None:
         told(begins=term.number)
-        parallel = st.DataParallel(model, optimizer, group=term.group)
+        model, optimizer, mesh = whole, optimizer_of_whole, None
+        if in_shards:
+            meshes = term.meshes()
+            model, mesh = network(width), meshes["node"]
+            fully_shard(model, mesh=meshes["shard"])
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        parallel = st.DataParallel(model, optimizer, group=term.group, mesh=mesh)
         term.go_on(parallel)
         told(loaded=term.number)
         try:
@@ -329,7 +341,7 @@ class Supervised:
 
     def _again(self, rank: int) -> None:
         how = self._processes[rank].wait()
-        if self.arm == "survive-told":
+        if self.arm in TOLD:
             announce_death(PrefixStore("survive", self._store), self._seat_of[rank], f"exit code {how}")
         self._seat_of[rank], self._seats = self._seats, self._seats + 1  # places first, then on from there
         self._processes[rank] = self._start(rank, self._seat_of[rank])
@@ -436,6 +448,8 @@ def main(words: Sequence[str] | None = None) -> None:
         work = survive if options.worker.startswith("survive") else work
         if options.worker == "survive-leave":
             work = functools.partial(survive, every=RARELY)
+        if options.worker == "survive-shards":
+            work = functools.partial(survive, in_shards=True)
         work(Told(options.out, options.rank), options.rank, options.width, options.port, options.out)
         return
     rows: list[dict[str, Any]] = []

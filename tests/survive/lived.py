@@ -155,10 +155,12 @@ class Struck(WrappedGroup):
 
     def private(self) -> "Struck":
         """Return another such group."""
+        self._moments.passed()
         return Struck(private_group(self.inner), self._moments)
 
     def part(self, members: Sequence[int]) -> "Struck":
         """Return such a group of some of its ranks."""
+        self._moments.passed()
         return Struck(part_of(self.inner, members), self._moments)
 
     def perform(self, call: Call) -> dist.Work:

@@ -83,11 +83,13 @@ def _make_default(group: LeavableGroup) -> None:
         return group.of_torch(store, rank, world_size, timeout)
 
     dist.Backend.register_backend(_BACKEND, create, devices=["cpu", "cuda"])  # in the place of the one before
+    # While a group waits for a rank that has died, it keeps the connection to the store, by which members agree.
+    store: Store = group.get_group_store().clone()  # type: ignore[attr-defined]  # missing in torch's stub
     hook = sys.excepthook
     try:
         dist.init_process_group(
             _BACKEND,
-            store=PrefixStore("default", group.get_group_store()),
+            store=PrefixStore("default", store),
             rank=group.rank(),
             world_size=group.size(),
             timeout=timedelta(seconds=group.timeout_seconds),
