@@ -262,11 +262,14 @@ def _polled(work: dist.Work, patience: datetime.timedelta) -> bool:
 
 def _within(work: dist.Work, patience: datetime.timedelta) -> bool:
     """Return whether `work` completes within `patience`; raise its error if it fails. A timeout changes nothing."""
+    started = time.monotonic()
     try:
         work.wait(patience)
         return True
     except RuntimeError:
         if not work.is_completed():
+            if time.monotonic() - started < patience.total_seconds() / 2:
+                raise  # of a work that never reports completion
             return False
     work.wait()  # it is over: this raises its error, or returns if it completed at the last moment
     return True

@@ -11,13 +11,12 @@ Bytes follow the algorithms that Gloo runs. N is the world size. Only payload co
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.groups.scattering import is_gloo, scatter_on_gloo
+from stretto.groups.scattering import scatter_of
 
 Pattern = Literal["ring", "direct"]
 """Who sends to whom: every rank to the next one, or every rank to every other."""
@@ -254,7 +253,7 @@ _OLDER = {method.name: method.aliases[0] for method in METHODS if method.aliases
 
 def method_of(group: dist.ProcessGroup, name: str) -> Callable[..., dist.Work]:
     """Return the method of a group that is called `name` since PyTorch 2.13, also where the running one is older."""
-    if name == "reduce_scatter_single" and is_gloo(group):  # whose own may wait without end
-        return partial(scatter_on_gloo, group)
+    if name == "reduce_scatter_single" and (scatter := scatter_of(group)) is not None:
+        return scatter
     method: Callable[..., dist.Work] = getattr(group, name if hasattr(group, name) else _OLDER[name])
     return method

@@ -6,7 +6,9 @@ all-reduce is asked for by itself: the same bits by the same bytes, and a work l
 """
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,17 +19,18 @@ from torch.futures import Future
 _MAIN_MEMORY = torch.device("cpu")
 
 
-def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Return whether a group is one of torch's own, whose collectives of tensors in main memory are Gloo's."""
+def scatter_of(group: dist.ProcessGroup) -> Callable[..., dist.Work] | None:
+    """Return the reduce-scatter of a group of Gloo itself; None of any other group."""
     if type(group) is not dist.ProcessGroup:
-        return False
+        return None
     try:
-        return group._get_backend(_MAIN_MEMORY).name() == "gloo"
-    except RuntimeError:  # it has no backend for them
-        return False
+        is_gloo = group._get_backend(_MAIN_MEMORY).name() == "gloo"
+    except RuntimeError:  # it has no backend for tensors there
+        return None
+    return partial(_scatter, group) if is_gloo else None
 
 
-def scatter_on_gloo(
+def _scatter(
     group: dist.ProcessGroup, output: Tensor, input: Tensor, options: dist.ReduceScatterOptions | None = None
 ) -> dist.Work:
     """Reduce `input` over the ranks of a Gloo group, and write this rank's part into `output`.
