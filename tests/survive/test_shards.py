@@ -1,9 +1,11 @@
 """Models that FSDP2 shards inside nodes: a node is lost, and the others go on, to the bit as fresh processes do."""
 
 import random
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,24 @@ def with_a_default_group(rank: int) -> int:
     return dist.get_world_size()
 
 
+def waits_beside_members(term: Term) -> None:
+    """While somebody waits in the store of torch's groups, members reach theirs: the key comes over it."""
+    theirs = dist.distributed_c10d._get_default_store()
+    members = dist.PrefixStore("default/0/", term.group.get_group_store())  # as torch names it
+    for number in range(20):  # of which some begin to wait before the key is there
+        key, begins = f"waited for/{term.rank}/{number}", threading.Event()
+
+        def wait(key: str = key, begins: threading.Event = begins) -> None:
+            begins.set()
+            theirs.wait([key], timedelta(seconds=20))
+
+        with ThreadPoolExecutor(1) as pool:
+            waited = pool.submit(wait)
+            begins.wait()
+            members.set(key, "")
+            waited.result()
+
+
 def makes_its_own(rank: int, port: int) -> list[int]:
     """Before a job has meshes, and after it, there is no default group."""
     store, found = dist.TCPStore("127.0.0.1", port, is_master=False), [dist.is_initialized()]
@@ -107,6 +127,7 @@ def makes_its_own(rank: int, port: int) -> list[int]:
         with pytest.raises(OutOfTurn, match="twice in a term"):
             term.meshes()
         found.extend([dist.get_world_size(), meshes["node"].size(), meshes["shard"].size()])
+        waits_beside_members(term)
 
     survives(train, store=store, rank=rank, ranks=4, ranks_per_node=2)
     return [*found, dist.is_initialized()]
