@@ -11,9 +11,9 @@ import pytest
 from stretto import ACCO, DDP, DPU, DataParallel, DiLoCo, LocalSGD, Options, WeightPrediction, ZeRO1
 from stretto.engine.within import Within
 from stretto.errors import StrettoError
+from stretto.groups.followed import FollowedWork
 from stretto.records import Incident
 from stretto_lab.faults import Fault, FaultPlan, Injector, strike_memory
-from stretto_lab.faults.group import DamagedWork
 from tests.processes import run_ranks
 from tests.sharded.jobs import WORLD_SIZE, Case, Values, batch, loss_of, sharded, whole
 
@@ -65,7 +65,7 @@ def strike_wire(parallel: DataParallel, injector: Injector) -> None:
         def call(output: Any, own: Any, *others: Any) -> Any:
             site = "round report" if own.element_size() == 1 and own.dtype.is_signed else kind
             work = collective(output, own, *others)
-            return DamagedWork(work, lambda: injector.offer(site, [output]))
+            return FollowedWork(work, lambda: injector.offer(site, [output]))
 
         return call
 

@@ -1,17 +1,15 @@
 """A process group whose results are damaged as they arrive; stock DDP runs on it like anything else."""
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
-from torch.futures import Future
 
 from stretto.groups.collectives import Call
+from stretto.groups.followed import FollowedWork
 from stretto.groups.private import part_of, private_group
 from stretto.groups.wrapped import WrappedGroup, register_over_gloo
 from stretto_lab.faults.injector import Injector
@@ -74,7 +72,7 @@ class FaultyGroup(WrappedGroup):
         site = _site_of(call)
         if site is None or not self.injector.is_interested(site):
             return work
-        return DamagedWork(work, lambda: self.injector.offer(site, call.outputs))
+        return FollowedWork(work, lambda: self.injector.offer(site, call.outputs))
 
     def private(self) -> "FaultyGroup":
         """Return a sibling over the inner group's sibling, damaged by the same injector."""
@@ -97,52 +95,3 @@ def _site_of(call: Call) -> Site | None:
     if site == "gathered values" and all(tensor.dtype == torch.int8 for tensor in call.inputs):
         return "round report"
     return site
-
-
-class DamagedWork(dist.Work):
-    """A collective whose result is damaged once it is there, before anybody sees it."""
-
-    def __init__(self, work: dist.Work, damage: Callable[[], None]) -> None:
-        super().__init__()
-        self._work = work
-        self._damage: Callable[[], None] | None = damage
-        self._once = threading.Lock()
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait as the inner collective does."""
-        self._work.wait(timeout)
-        self._strike()
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether the inner collective is over."""
-        return self._work.is_completed()
-
-    def is_success(self) -> bool:
-        """Whether the inner collective is over and did not fail; damage is no failure that a backend could see."""
-        return self._work.is_success()
-
-    def exception(self) -> Any:
-        """The inner collective's error."""
-        return self._work.exception()
-
-    def result(self) -> Any:
-        """The output tensors."""
-        self._strike()
-        return self._work.result()
-
-    def get_future(self) -> Future[Any]:
-        """A future of the output tensors."""
-        future: Future[Any] = self._work.get_future()
-        return future.then(self._struck)
-
-    def _struck(self, future: Future[Any]) -> Any:
-        value = future.value()
-        self._strike()
-        return value
-
-    def _strike(self) -> None:
-        with self._once:
-            damage, self._damage = self._damage, None
-            if damage is not None:
-                damage()

@@ -140,9 +140,9 @@ def surviving_rank(
         # Who is slow is a place, whatever number its rank has.
         of_term = dataclasses.replace(lasting, slow={term.rank: run.slow.get(info.rank, 1.0)})
         with _progress(context, info, lasting, shows_progress) as progress:
-            # FSDP2 cuts a model once, so in shards each term has one of its own, and only the first has one already.
-            task = built[0] if run.shard == 1 else built.pop() if built else None
-            task = None if task is None else _placed_anew(task, of_term, term)
+            task = _placed_anew(built[0], of_term, term) if built else None
+            if run.shard > 1:
+                built.clear()  # FSDP2 cuts a model once: every later term builds one of its own
             return train_at(context, of_term, warmup_updates, progress, task)
 
     try:
