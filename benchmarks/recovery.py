@@ -9,7 +9,8 @@ drawn moment, and whoever supervises it starts another one in its place.
                       no state is due then
     survive-shards    as survive-told, but the model is sharded by FSDP2, on three nodes of one shard: it is built anew
     torchrun          stock DDP under one torchrun: all processes are started again and read a checkpoint from disk
-    torchrun-nodes    the same with a torchrun for each rank, as on three machines, and its default settings
+    torchrun-local    the same with Stretto and its `LocalCheckpoints`, from memory; each rank stands for a machine
+    torchrun-nodes    as torchrun, with a torchrun for each rank, as on three machines, and its default settings
     torchrun-tuned    the same with keep_alive_interval=1, keep_alive_max_attempt=3, last_call_timeout=1
     torchft           gradients go through torchft's manager: the others leave one step out; nothing is sharded
     reconfigure       all-reduce on PyTorch's `_reconfigure` (2.14 and later); no state is kept, nobody comes again
@@ -28,6 +29,7 @@ import functools
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import statistics
@@ -35,6 +37,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -73,7 +76,9 @@ APART = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without it processes that torchrun starts again find the addresses of those before (PyTorch 2.13, Gloo)."""
 TUNED = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
 TOLD = ("survive-told", "survive-shards")
-ARMS = (*TOLD, "survive", "survive-leave", "torchrun", "torchrun-nodes", "torchrun-tuned", "torchft")
+ONE = ("torchrun", "torchrun-local")
+"""One torchrun for all ranks."""
+ARMS = (*TOLD, "survive", "survive-leave", *ONE, *NODES, "torchft")
 
 
 def network(width: int) -> nn.Sequential:
@@ -182,6 +187,23 @@ def restarted(told: Told, rank: int, width: int, _: int, folder: Path) -> None:
             path.with_suffix(".new").replace(path)
 
 
+def restarted_locally(told: Told, _: int, width: int, port: int, __: Path) -> None:
+    """Be started again by torchrun, with all others, and find in memory what was kept there."""
+    dist.init_process_group("gloo", timeout=LONG)
+    rank, term = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    model = network(width)
+    parallel = st.DataParallel(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    local = st.LocalCheckpoints(_in_memory(port) / str(rank), every=EVERY, machine=f"machine {rank}")
+    local.go_on(parallel)
+    told(loaded=term)
+    draws = torch.Generator().manual_seed(rank)
+    with parallel:
+        while True:
+            if (update := parallel.backward(loss_of(model, draws))) is not None:
+                told(update=update.step, ranks=parallel.world_size, term=term)
+                local.keep(parallel)
+
+
 def torchft(told: Told, rank: int, width: int, port: int, _: Path) -> None:
     """Be one replica group of torchft's."""
     from torchft import Manager, ProcessGroupGloo
@@ -275,7 +297,7 @@ class Supervised:
         self._seats = RANKS
         self._killed = 0
         self._port = self._meet()
-        self._processes = {rank: self._start(rank, rank) for rank in range(1 if arm == "torchrun" else RANKS)}
+        self._processes = {rank: self._start(rank, rank) for rank in range(1 if arm in ONE else RANKS)}
         self._seat_of = {rank: rank for rank in range(RANKS)}
 
     def _meet(self) -> int:
@@ -369,6 +391,13 @@ class Supervised:
         for line in self.lines():  # torchrun gives its workers sessions of their own
             if "pid" in line and _lives(line["pid"]):
                 os.kill(line["pid"], signal.SIGKILL)
+        with suppress(FileNotFoundError):
+            shutil.rmtree(_in_memory(self._port))
+
+
+def _in_memory(port: int) -> Path:
+    """Return where an arm keeps states in the memory of this machine."""
+    return Path(f"/dev/shm/stretto-recovery-{port}")
 
 
 def _lives(pid: int) -> bool:
@@ -444,7 +473,8 @@ def main(words: Sequence[str] | None = None) -> None:
     options = parser.parse_args(words)
     torch.set_num_threads(1)
     if options.worker is not None:
-        work = {"torchft": torchft, "reconfigure": reconfigure}.get(options.worker, restarted)
+        others = {"torchft": torchft, "reconfigure": reconfigure, "torchrun-local": restarted_locally}
+        work = others.get(options.worker, restarted)
         work = survive if options.worker.startswith("survive") else work
         if options.worker == "survive-leave":
             work = functools.partial(survive, every=RARELY)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         WeightPrediction,
         ZeRO1,
     )
-    from stretto.survive import Term, survives
+    from stretto.survive import LocalCheckpoints, Term, survives
     from stretto.switching import Phase, Switching
 
 __version__ = "0.2.0"
@@ -53,6 +53,7 @@ __all__ = [
     "Even",
     "Guard",
     "Incident",
+    "LocalCheckpoints",
     "LocalSGD",
     "Noise",
     "Options",

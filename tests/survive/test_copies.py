@@ -10,8 +10,9 @@ from torch import nn
 import stretto as st
 from stretto.groups import Link, SoloGroup
 from stretto.survive.copies import Arrived, Copies
-from stretto.survive.generations import Generation, Memory
-from stretto.survive.terms import SHARE
+from stretto.survive.generations import Memory
+from stretto.survive.keeping import SHARE
+from stretto.survive.shares import Generation
 from stretto_lab.virtual import Compute, Network, VirtualCluster, VirtualGroup, survive
 from tests.virtual.test_survival import STRATEGIES
 
@@ -40,7 +41,7 @@ def test_training_goes_on_while_copies_travel() -> None:
         copies = Copies(parallel, group)
         update()
         began = group.now_ns
-        memory.keep(parallel, copies, 0, None)
+        memory.keep(parallel, copies, None)
         kept, before = group.now_ns, sorted(memory._shares[Generation(0, 1)])
         update()
         copies.go_on()
@@ -65,7 +66,7 @@ def test_a_state_counts_once_its_copies_are_there(arrives: bool) -> None:
         for _ in range(2):
             copies.complete()
             update()
-            memory.keep(parallel, copies, 0, None)
+            memory.keep(parallel, copies, None)
         if arrives:
             copies.complete()
         parallel.finish()
@@ -82,15 +83,15 @@ class Spoilt(Copies):
     """Copies of which one bit turns on its way."""
 
     def give(
-        self, content: bytes | memoryview, lengths: Sequence[int], distance: int, arrived: Arrived
+        self, content: bytes | memoryview, lengths: Sequence[int], to: Sequence[int], arrived: Arrived
     ) -> None:
         """See `Copies.give`."""
 
-        def spoilt(copied: memoryview) -> None:
+        def spoilt(source: int, copied: memoryview) -> None:
             copied[len(copied) // 2] ^= 1
-            arrived(copied)
+            arrived(source, copied)
 
-        super().give(content, lengths, distance, spoilt)
+        super().give(content, lengths, to, spoilt)
 
 
 def test_a_damaged_copy_is_not_taken_and_the_state_before_stays_until_a_later_one_is_there_twice() -> None:
@@ -100,7 +101,7 @@ def test_a_damaged_copy_is_not_taken_and_the_state_before_stays_until_a_later_on
         held: list[dict[int, list[int]]] = []
         for copies in (sound, spoilt, spoilt, sound, sound):
             update()
-            memory.keep(parallel, copies, 0, None)
+            memory.keep(parallel, copies, None)
             copies.complete()
             held.append({one.step: sorted(shares) for one, shares in memory._shares.items()})
         parallel.finish()
@@ -135,13 +136,13 @@ def test_states_take_a_hundredth_of_what_ranks_send(seed: int) -> None:
         def on_update(update: st.Update) -> None:
             before = parallel.sent_bytes
             term.keep(parallel)
-            if term._costs.step < update.step:  # nothing was due, or ranks step alone
+            if term._keeping._costs.step < update.step:  # nothing was due, or ranks step alone
                 return
             kept.append((update.step, before, parallel.sent_bytes))
             if len(kept) == 2:
                 (first, *of_first), (second, until, _) = kept
                 per_update = (until - of_first[1]) / (second - first)
-                chosen = term._due - second, (of_first[1] - of_first[0]) / per_update
+                chosen = term._keeping._due - second, (of_first[1] - of_first[0]) / per_update
                 intervals.append((first, second - first, *chosen))
                 parallel.stop()
 

@@ -20,10 +20,11 @@ from stretto import DataParallel
 from stretto.engine.watcher import _BEAT
 from stretto.errors import ConfigError, LeftOut, PeerSilent
 from stretto.groups import announce_death
-from stretto.survive.generations import buddy_distance, may_leave
+from stretto.survive.generations import buddies, may_leave
+from stretto.survive.keeping import updates_between
 from stretto.survive.membership import Ended, Membership, _Missing, signs_of
 from stretto.survive.survivor import survives
-from stretto.survive.terms import Term, Wish, updates_between
+from stretto.survive.terms import Term, Wish
 from stretto_lab.train.workers import host_store
 from tests.errors.tiny import tiny_model
 from tests.processes import Command, run_ranks
@@ -324,8 +325,7 @@ def test_who_leaves_takes_no_share_along_and_all_that_wish_to_get_away() -> None
             of_here = [machines[rank] for rank in here]
             leaving = may_leave(of_here, [here.index(rank) for rank in sorted(wish)], together=True)
             stay = [rank for place, rank in enumerate(here) if place not in leaving]
-            distance = buddy_distance(of_here) if len(here) > 1 else 0
-            holders = [{here[place], here[(place + distance) % len(here)]} for place in range(len(here))]
+            holders = [{here[place], here[to]} for place, to in enumerate(buddies(of_here))]
             assert not stay or all(pair & set(stay) for pair in holders)
             assert {here[place] for place in leaving} <= wished
             assert len(stay) < len(here)

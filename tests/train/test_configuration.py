@@ -52,6 +52,12 @@ def test_the_options_of_the_job_are_those_of_the_run() -> None:
         (RunConfig, {"restarts": -1}, "restarts must be at least 0"),
         (RunConfig, {"checkpoints_kept": 0}, "checkpoints_kept"),
         (RunConfig, {"resume": True}, "set run_dir"),
+        (RunConfig, {"local_checkpoints": "memory"}, "started again: add resume"),
+        (
+            RunConfig,
+            {"local_checkpoints": "memory", "resume": True, "run_dir": "run", "survive": True},
+            r"survive does not go with local_checkpoints \(states stay in the processes that live\)",
+        ),
         (CompareConfig, {"repeats": 0}, "repeats"),
         (CompareConfig, {"strategies": ()}, "at least one strategy"),
     ],

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import stretto as st
 from stretto.errors import ConfigError, WorkerFailed
 from stretto_lab.cli import main
 from stretto_lab.recipes import Task
@@ -131,6 +132,8 @@ def test_batch_normalisation_is_refused_with_the_way_out(capsys: pytest.CaptureF
         ({"shard": 3}, "shard=3: expected a divisor of the 4 ranks"),
         ({"strategy": "torch-ddp"}, "strategy='torch-ddp', a stock method"),
         ({"link": "10mbit"}, "link='10mbit', which would slow down the inside of nodes too"),
+        ({"ranks_per_node": 2}, "ranks_per_node, whose ranks FSDP2 has already"),
+        ({"noise": st.Noise(0.1)}, "noise"),
     ],
 )
 def test_what_a_run_on_shards_cannot_do_is_said_before_it_begins(

@@ -1,7 +1,7 @@
 """Checkpoints: written whole or not at all, read at any world size, continued to the bit at the same one."""
 
 from stretto.checkpoint.background import check, wait
-from stretto.checkpoint.files import complete, latest, newest_first
+from stretto.checkpoint.files import complete, latest, newest_first, step_of
 from stretto.checkpoint.load import Restored, continued, hold, load
 from stretto.checkpoint.save import save
 from stretto.held import Held
@@ -17,5 +17,6 @@ __all__ = [
     "load",
     "newest_first",
     "save",
+    "step_of",
     "wait",
 ]

@@ -119,6 +119,11 @@ def newest_first(directory: str | os.PathLike[str]) -> list[Path]:
     return sorted((path for path in paths if _NAME.fullmatch(path.name)), key=_serial, reverse=True)
 
 
+def step_of(path: Path) -> int:
+    """Return how many updates were committed when a checkpoint was taken, by its name."""
+    return int(path.name.rpartition("-")[2])
+
+
 def _serial(path: Path) -> int:
     return int(path.name.partition("-")[0])
 

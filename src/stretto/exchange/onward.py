@@ -15,36 +15,43 @@ _PARTS = 32
 
 
 def passing_on(
-    group: dist.ProcessGroup, content: bytes | memoryview, lengths: Sequence[int], distance: int
-) -> tuple[Iterator[Started], memoryview]:
-    """Send bytes to the rank `distance` further on, and take those of the rank as much before; all ranks must call.
+    group: dist.ProcessGroup, content: bytes | memoryview, lengths: Sequence[int], to: Sequence[int]
+) -> tuple[Iterator[Started], dict[int, memoryview]]:
+    """Send bytes to another rank, and take those of all that send theirs to this one; all ranks must call.
 
     Args:
         group: Of tensors in the host's memory; nobody else uses it meanwhile.
         content: Of this rank.
         lengths: Of every rank's bytes.
-        distance: From 1 to the number of ranks less 1.
+        to: The rank to which each sends its own.
 
     Returns:
-        What it starts, each to be waited for before the next is asked for, and the place of what arrives, which is
-        whole when nothing is started any more.
+        What it starts, each to be waited for before the next is asked for, and by rank the place of what arrives, which
+        is whole when nothing is started any more.
     """
-    rank, world_size = group.rank(), group.size()
-    to, source = (rank + distance) % world_size, (rank - distance) % world_size
+    rank, ranks = group.rank(), range(group.size())
     all_to_all = method_of(group, "all_to_all_single")
     numel = max(LARGEST_BROADCAST, -(-max(lengths) // _PARTS))
     outgoing = memoryview(content)
-    received = torch.empty(lengths[source], dtype=torch.int8)
-    places = received.split(numel)
-    nothing = received[:0]
+    received = {
+        source: torch.empty(lengths[source], dtype=torch.int8) for source in ranks if to[source] == rank
+    }
+    nothing = torch.empty(0, dtype=torch.int8)
 
     def transfer(index: int) -> Transfer:
-        part = bytearray(outgoing[index * numel : (index + 1) * numel])
+        here = slice(index * numel, (index + 1) * numel)
+        part = bytearray(outgoing[here])
         own = torch.frombuffer(part, dtype=torch.int8) if part else nothing
-        place = places[index] if index < len(places) else nothing
-        splits = [own.numel() * (other == to) for other in range(world_size)]
-        arrives = [place.numel() * (other == source) for other in range(world_size)]
-        yield all_to_all(place, own, arrives, splits), "copy of a rank's state"
+        places = {source: place[here] for source, place in received.items()}
+        arrives = [places[source].numel() if source in places else 0 for source in ranks]
+        (arriving,) = places.values() if len(places) == 1 else [torch.empty(sum(arrives), dtype=torch.int8)]
+        splits = [own.numel() * (other == to[rank]) for other in ranks]
+        yield all_to_all(arriving, own, arrives, splits), "copy of a rank's state"
+        if len(places) > 1:
+            came = arriving.split([place.numel() for place in places.values()])
+            for place, part_of_one in zip(places.values(), came, strict=True):
+                place.copy_(part_of_one)
 
     transfers = in_flight(map(transfer, range(-(-max(lengths) // numel))))
-    return (one for one in transfers if isinstance(one, tuple)), received.numpy().data
+    works = (one for one in transfers if isinstance(one, tuple))
+    return works, {source: place.numpy().data for source, place in received.items()}

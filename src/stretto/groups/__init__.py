@@ -11,12 +11,21 @@ from stretto.groups.launcher import (
     launched_rank,
     local_device,
     meeting_point,
+    own_machine,
     own_rank,
     told_place,
 )
 from stretto.groups.leavable import MEET_SECONDS, Leavable, LeavableGroup, await_left, part_store
 from stretto.groups.meshes import drop_default, meshes_over
-from stretto.groups.private import connections_of, part_of, private_group, ranks_of, release, retire
+from stretto.groups.private import (
+    connections_of,
+    host_group,
+    part_of,
+    private_group,
+    ranks_of,
+    release,
+    retire,
+)
 from stretto.groups.staged import StagedGroup
 from stretto.groups.throttled import ThrottledGroup, ThrottledLeavable, register_throttled
 from stretto.groups.wrapped import may_wait_again, orders_streams
@@ -38,6 +47,7 @@ __all__ = [
     "connections_of",
     "deaths",
     "drop_default",
+    "host_group",
     "is_hosted_by_agent",
     "join_launched_group",
     "launched_per_node",
@@ -48,6 +58,7 @@ __all__ = [
     "meeting_point",
     "meshes_over",
     "orders_streams",
+    "own_machine",
     "own_rank",
     "part_of",
     "part_store",

@@ -9,6 +9,7 @@
 
 import dataclasses
 import os
+import socket
 from collections.abc import Mapping
 
 import torch
@@ -71,6 +72,12 @@ def launched_per_node() -> int:
     """
     launched = launched_rank(os.environ)
     return 1 if launched is None else launched.local_world_size
+
+
+def own_machine() -> str:
+    """Return what is lost at once with this process, in a word: its host, and which of a launcher's agents."""
+    node = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", ""))
+    return f"{socket.gethostname()} {node}".rstrip()
 
 
 def own_rank() -> int:

@@ -64,6 +64,24 @@ def private_group(
     return SoloGroup()
 
 
+def host_group(group: dist.ProcessGroup, timeout_seconds: float = 600.0) -> dist.ProcessGroup:
+    """Return a new group over the ranks of `group`, for tensors in the host's memory: over Gloo, where that is NCCL.
+
+    Every rank must call, in the same order as its other private groups.
+
+    Args:
+        group: Of a job.
+        timeout_seconds: After which a collective of the new group fails, as for `private_group`.
+
+    Raises:
+        CommunicationError: Not all ranks came.
+    """
+    ranks = _registered_ranks(group)
+    if ranks is None or dist.get_backend(group) == dist.Backend.GLOO:
+        return _sibling(group, timeout_seconds)
+    return _over(ranks, dist.Backend.GLOO, timeout_seconds)
+
+
 def part_of(
     group: dist.ProcessGroup, members: Sequence[int], timeout_seconds: float = 600.0
 ) -> dist.ProcessGroup:

@@ -1,6 +1,7 @@
 """A rank is lost, and the job goes on in the processes that live: terms, their members, and states in memory."""
 
+from stretto.survive.local import LocalCheckpoints
 from stretto.survive.survivor import survives
 from stretto.survive.terms import Term
 
-__all__ = ["Term", "survives"]
+__all__ = ["LocalCheckpoints", "Term", "survives"]

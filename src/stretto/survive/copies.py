@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from stretto.exchange.onward import passing_on
 from stretto.exchange.transfer import Started
-from stretto.groups import private_group
+from stretto.groups import host_group
 from stretto.parallel import DataParallel
 
-Arrived = Callable[[memoryview], None]
-"""Takes the bytes that have come."""
+Arrived = Callable[[int, memoryview], None]
+"""Takes the bytes that have come from a rank."""
 
 
 class Beside:
@@ -33,7 +33,7 @@ class Beside:
     """
 
     def __init__(self, parallel: DataParallel, group: dist.ProcessGroup) -> None:
-        self.group = private_group(group)
+        self.group = host_group(group)
         self._lifetime = parallel.job.compute.lifetime
         self._wait = self._lifetime.failures.among(self.group, range(group.size()), "")
 
@@ -60,22 +60,22 @@ class Copies:
         self._beside = Beside(parallel, group)
         self._works: Iterator[Started] = iter(())
         self._awaited: Started | None = None
-        self._arriving = memoryview(b"")
+        self._arriving: dict[int, memoryview] = {}
         self._arrived: Arrived | None = None
 
     def give(
-        self, content: bytes | memoryview, lengths: Sequence[int], distance: int, arrived: Arrived
+        self, content: bytes | memoryview, lengths: Sequence[int], to: Sequence[int], arrived: Arrived
     ) -> None:
-        """Begin to give bytes to the rank `distance` further on; nothing may be under way. All ranks must call.
+        """Begin to give bytes to another rank; nothing may be under way. All ranks must call.
 
         Args:
             content: Of this rank.
             lengths: Of every rank's bytes.
-            distance: From 1 to the number of ranks less 1.
-            arrived: Takes those of the rank as much before, once they are there.
+            to: The rank to which each gives its own.
+            arrived: Takes what other ranks have given to this one, once all is there.
         """
         self._exchange.count_sent(len(content))
-        self._works, self._arriving = passing_on(self._beside.group, content, lengths, distance)
+        self._works, self._arriving = passing_on(self._beside.group, content, lengths, to)
         self._arrived = arrived
         self._step()
 
@@ -112,5 +112,6 @@ class Copies:
         self._awaited = next(self._works, None)
         if self._awaited is None and self._arrived is not None:
             arrived, self._arrived = self._arrived, None
-            arrived(self._arriving)
-            self._arriving = memoryview(b"")
+            arriving, self._arriving = self._arriving, {}
+            for source, copied in arriving.items():
+                arrived(source, copied)

@@ -5,50 +5,28 @@ on another machine where there is one, so that every share is there twice. A gen
 is in some living rank's memory. That is found from what members hold, and not from a word that some have heard and
 others not. Two generations are kept, because ranks may be lost while copies of the newer one travel
 (`stretto.survive.copies`).
+
+Note [Lost at once]
+    A share is there twice so that one loss leaves one of them. Without a folder, what is lost is a process. With one, a
+    process that ends loses nothing, and what is lost is a machine: shares of ranks of one machine need no copies there.
 """
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import secrets
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import xxhash
 
 from stretto import held
 from stretto.checkpoint.load import Restored, load
 from stretto.checkpoint.ranks import Ranks
 from stretto.continuation import Loader
-from stretto.errors import TornCheckpoint
+from stretto.errors import CheckpointError, StrettoError, TornCheckpoint
 from stretto.parallel import DataParallel
 from stretto.survive.copies import Copies
+from stretto.survive.folder import Folder
+from stretto.survive.shares import Generation, Share
 
 _KEPT = 2
 """Generations: the newest may be unfinished on others."""
-
-
-@dataclasses.dataclass(frozen=True, order=True, slots=True)
-class Generation:
-    """Which one it is; later ones are greater."""
-
-    term: int
-    """In which it was kept."""
-    step: int
-    """Committed updates."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Share:
-    """What one rank held of a generation."""
-
-    owners: int
-    """How many shares the generation has."""
-    digest: str
-    content: bytes | memoryview
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether it is what it was when it was kept."""
-        return _digest(self.content) == self.digest
 
 
 class Memory:
@@ -57,15 +35,23 @@ class Memory:
     Args:
         machine: Its name, equal on processes that are likely to be lost at once.
         is_first: Whether the process is a member from the beginning of the job. If it holds nothing, there is nothing.
+        folder: Where shares lie, so that they outlive the process too; None keeps them in the process alone.
     """
 
-    def __init__(self, machine: str, *, is_first: bool) -> None:
+    def __init__(self, machine: str, *, is_first: bool, folder: Folder | None = None) -> None:
         self._machine = machine
+        self._folder = folder
         self._knows_of_none = is_first
         """Whether no generation has been whole yet, as far as this process knows."""
         self._is_doubled = True
         """Whether this process has a sound copy of the newest generation; otherwise an older one has to stay."""
+        self._term, self._key = 0, ""
+        """Of the generations to be kept."""
+        self._failure: CheckpointError | None = None
+        """Why a copy could not be put into the folder; all ranks hear of it when the next state is kept."""
         self._shares: dict[Generation, dict[int, Share]] = {}
+        for generation, owner, share in () if folder is None else folder.shares():
+            self._shares.setdefault(generation, {})[owner] = share
 
     @property
     def newest(self) -> Generation | None:
@@ -81,7 +67,6 @@ class Memory:
         self,
         parallel: DataParallel,
         copies: Copies,
-        term: int,
         told: Any,
         *,
         loader: Loader | None = None,
@@ -92,13 +77,13 @@ class Memory:
         Args:
             parallel: The job.
             copies: Bring the copies, which are on their way after this; those before are complete.
-            term: That it is in.
             told: Plain JSON, for the other ranks.
             loader: This rank's, if its position is to be kept.
             extra: Anything; rank 0's is kept.
 
         Raises:
             OutOfTurn: An update is under way.
+            CheckpointError: A folder has no room on some rank, or had none for a copy.
             CommunicationError: A rank died, raised or fell silent; the generation before is whole.
         """
         with parallel.between_updates("keeping a state"):
@@ -107,46 +92,70 @@ class Memory:
             ).written()
             for listener in parallel.job.model.listeners:
                 listener.committed_is_read()
-        own = Share(parallel.world_size, _digest(content), content)
-        record = [len(content), own.digest, self._machine, self._is_doubled, told]
-        records = Ranks(parallel).gather("keeping a state in memory", lambda: record)
-        generation = Generation(term, parallel.steps)
-        self._shares[generation] = {parallel.rank: own}
-        ordered = sorted(self._shares)
+        own, generation = (
+            Share.of(parallel.world_size, content),
+            Generation(self._term, parallel.steps, self._key),
+        )
+
+        def put_own() -> list[Any]:
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                raise failure
+            self._drop([generation])  # kept once more at the same update
+            self._put(generation, parallel.rank, own)
+            return [len(content), own.digest, self._machine, self._is_doubled, told]
+
+        outdated = sorted(self._shares.keys() - {generation})
+        try:
+            records = Ranks(parallel).gather("keeping a state in memory", put_own)
+        except StrettoError:
+            self._drop([generation])  # it is not whole, and never will be
+            raise
         is_safe = all(is_doubled for *_, is_doubled, _ in records)  # the generation before this one
-        for outdated in ordered[:-_KEPT] if is_safe else ordered[1:-1]:
-            del self._shares[outdated]
-        self._is_doubled = parallel.world_size == 1
-        self._knows_of_none = self._knows_of_none and not self._is_doubled
+        self._drop(outdated[: 1 - _KEPT] if is_safe else outdated[1:])
+        if is_safe and outdated and self._folder is not None:
+            self._folder.note_whole()
+        machines = [machine for _, _, machine, *_ in records]
+        to = [] if self._are_lost_at_once(machines) else buddies(machines)
+        awaited = {owner for owner, other in enumerate(to) if other == parallel.rank}
+        self._is_doubled = not awaited
+        self._knows_of_none = self._knows_of_none and bool(awaited)
 
         def take(owner: int, copied: memoryview) -> None:
             self._knows_of_none = False
             copy = Share(parallel.world_size, records[owner][1], copied)
-            self._is_doubled = self._take(generation, owner, copy)
+            if self._take(generation, owner, copy):
+                awaited.discard(owner)
+            self._is_doubled = not awaited
 
-        _give(copies, parallel.rank, content, [(length, machine) for length, _, machine, *_ in records], take)
+        if to:
+            copies.give(content, [length for length, *_ in records], to, take)
         return [(machine, told) for _, _, machine, _, told in records]
 
     def load(
-        self, parallel: DataParallel, copies: Copies, *, loader: Loader | None = None
+        self, parallel: DataParallel, copies: Copies, *, loader: Loader | None = None, at_least: int = 0
     ) -> Restored | None:
         """Let a job go on from the newest generation that its ranks hold together; all ranks must call.
 
-        None where nothing has been kept yet. Every share of the generation is there twice again after this. What is
-        newer is forgotten: it is not whole, and never will be.
+        None where nothing has been kept yet, or nothing after `at_least` updates. Every share of the generation is
+        there twice again after this. What is newer is forgotten: it is not whole, and never will be. What is kept after
+        this is newer than all that any rank has.
 
         Raises:
             TornCheckpoint: No generation is whole: ranks have died together with those that held their copies.
         """
         holders: dict[Generation, dict[int, list[int]]] = {}
         owners: dict[Generation, int] = {}
-        told = Ranks(parallel).gather("looking for a generation in memory", self._inventory)
-        for rank, (_, inventory) in enumerate(told):
-            for term, step, owner, number in inventory:
-                owners[Generation(term, step)] = number
-                holders.setdefault(Generation(term, step), {}).setdefault(owner, []).append(rank)
+        told = Ranks(parallel).gather("looking for a generation in memory", self._told)
+        for rank, (*_, inventory) in enumerate(told):
+            for term, step, key, owner, number in inventory:
+                owners[Generation(term, step, key)] = number
+                holders.setdefault(Generation(term, step, key), {}).setdefault(owner, []).append(rank)
+        self._term, self._key = 1 + max((one.term for one in holders), default=-1), told[0][1]
         whole = [one for one, found in holders.items() if len(found) == owners[one]]
-        if not whole and any(knows_of_none for knows_of_none, _ in told):
+        was_whole = any(was_whole for _, _, _, was_whole, _ in told)
+        if not whole and not was_whole and any(knows_of_none for knows_of_none, *_ in told):
+            self._drop(list(self._shares))
             return None
         if not whole:
             raise TornCheckpoint(
@@ -155,14 +164,23 @@ class Memory:
             )
         self._knows_of_none = False
         chosen = max(whole)
-        self._shares = {one: shares for one, shares in self._shares.items() if one <= chosen}
-        mine = [owner for owner, ranks in holders[chosen].items() if ranks[0] == parallel.rank]
+        if chosen.step < at_least:
+            self.forget()
+            return None
+        self._drop([one for one in self._shares if one > chosen])
+        mine = [owner for owner, ranks in holders[chosen].items() if _reader(owner, ranks) == parallel.rank]
         restored = load(
             parallel, [held.read_share(self._shares[chosen][owner].content) for owner in mine], loader=loader
         )
         self._is_doubled = True
-        self._double(parallel, copies, chosen, holders[chosen])
+        self._double(parallel, copies, chosen, holders[chosen], [machine for _, _, machine, *_ in told])
         return restored
+
+    def forget(self) -> None:
+        """Drop all shares: the job is done, or goes on from something else."""
+        self._drop(list(self._shares))
+        if self._folder is not None:
+            self._folder.forget()
 
     def _double(
         self,
@@ -170,72 +188,83 @@ class Memory:
         copies: Copies,
         generation: Generation,
         holders: Mapping[int, Sequence[int]],
+        machines: Sequence[str],
     ) -> None:
-        """Give another rank a copy of those shares of a generation that one alone has.
+        """Give another rank a copy of those shares of a generation that could be lost at once.
 
         Args:
             parallel: The job.
             copies: Bring them.
             generation: Which.
             holders: Of each share, the ranks that have it.
+            machines: The name of every rank's.
         """
+        if self._are_lost_at_once(machines):
+            return
         shares = self._shares.setdefault(generation, {})
-        alone = [owner for owner, ranks in holders.items() if list(ranks) == [parallel.rank]]
+        alone = [
+            owner
+            for owner, ranks in holders.items()
+            if ranks[0] == parallel.rank and self._are_lost_at_once([machines[rank] for rank in ranks])
+        ]
         records = [
             [owner, shares[owner].owners, shares[owner].digest, len(shares[owner].content)] for owner in alone
         ]
-        told: list[Any] = Ranks(parallel).gather(
-            "giving out copies of shares", lambda: [self._machine, records]
-        )
-        for index in range(max(len(given) for _, given in told)):
+        told: list[Any] = Ranks(parallel).gather("giving out copies of shares", lambda: records)
+        to = buddies(machines)
+        for index in range(max(map(len, told))):
             content = shares[alone[index]].content if index < len(alone) else b""
-            lengths = [(given[index][3] if index < len(given) else 0, machine) for machine, given in told]
+            lengths = [given[index][3] if index < len(given) else 0 for given in told]
 
             def take(source: int, copied: memoryview, index: int = index) -> None:
-                if index < len(told[source][1]):
-                    owner, owners, digest, _ = told[source][1][index]
+                if index < len(told[source]):
+                    owner, owners, digest, _ = told[source][index]
                     self._is_doubled &= self._take(generation, owner, Share(owners, digest, copied))
 
-            _give(copies, parallel.rank, content, lengths, take)
+            copies.give(content, lengths, to, take)
             copies.complete()
 
     def _take(self, generation: Generation, owner: int, copy: Share) -> bool:
         """Take a copy that has come, unless it is damaged; return whether it is sound."""
         is_sound = copy.is_sound
-        if is_sound:
-            self._shares[generation].setdefault(owner, copy)
+        if is_sound and owner not in self._shares[generation]:
+            try:
+                self._put(generation, owner, copy)
+            except CheckpointError as error:
+                self._failure = error
+                return False
         return is_sound
 
-    def _inventory(self) -> tuple[bool, list[list[int]]]:
-        return self._knows_of_none, [
-            [one.term, one.step, owner, share.owners]
+    def _put(self, generation: Generation, owner: int, share: Share) -> None:
+        if self._folder is not None:
+            share = self._folder.write(generation, owner, share)
+        self._shares.setdefault(generation, {})[owner] = share
+
+    def _drop(self, generations: Sequence[Generation]) -> None:
+        for generation in generations:
+            for owner, share in self._shares.pop(generation, {}).items():
+                if self._folder is not None:
+                    self._folder.drop(generation, owner, share)
+
+    def _are_lost_at_once(self, machines: Sequence[str]) -> bool:
+        """Return whether ranks of these machines may be lost at once; see Note [Lost at once]."""
+        return len(machines if self._folder is None else set(machines)) == 1
+
+    def _told(self) -> list[Any]:
+        """Return what all ranks have to know of this one, to find which generation is whole."""
+        inventory = [
+            [one.term, one.step, one.key, owner, share.owners]
             for one, shares in self._shares.items()
             for owner, share in shares.items()
             if share.is_sound
         ]
+        was_whole = self._folder is not None and self._folder.was_whole
+        return [self._knows_of_none, secrets.token_hex(4), self._machine, was_whole, inventory]
 
 
-def _give(
-    copies: Copies,
-    rank: int,
-    content: bytes | memoryview,
-    records: Sequence[tuple[int, str]],
-    take: Callable[[int, memoryview], None],
-) -> None:
-    """Begin to give bytes to another rank, if there is one.
-
-    Args:
-        copies: Bring them.
-        rank: This one.
-        content: Of this rank.
-        records: Of every rank, the length of its bytes, and its machine.
-        take: Takes what comes to this rank: from whom, and the bytes.
-    """
-    if len(records) == 1:
-        return
-    distance = buddy_distance([machine for _, machine in records])
-    source = (rank - distance) % len(records)
-    copies.give(content, [length for length, _ in records], distance, partial(take, source))
+def _reader(owner: int, ranks: Sequence[int]) -> int:
+    """Return which of the ranks that hold a share reads it: the one of its number, whose it likely was."""
+    return owner if owner in ranks else ranks[owner % len(ranks)]
 
 
 def may_leave(machines: Sequence[str], wish: Sequence[int], *, together: bool) -> set[int]:
@@ -249,7 +278,7 @@ def may_leave(machines: Sequence[str], wish: Sequence[int], *, together: bool) -
         together: Whether a machine is left by all of its ranks.
     """
     ranks = range(len(machines))
-    distance = buddy_distance(machines) if len(machines) > 1 else 0
+    to = buddies(machines)
     units = [
         {rank, *(other for other in ranks if together and machines[other] == machines[rank])} for rank in wish
     ]
@@ -257,23 +286,22 @@ def may_leave(machines: Sequence[str], wish: Sequence[int], *, together: bool) -
         return set(ranks)
     leaving: set[int] = set()
     for unit in units:
-        if all({owner, (owner + distance) % len(ranks)} - leaving - unit for owner in ranks):
+        if all({owner, to[owner]} - leaving - unit for owner in ranks):
             leaving |= unit
     return leaving
 
 
-def buddy_distance(machines: Sequence[str]) -> int:
-    """Return how far on the rank is to which each rank gives a copy: so that most are on another machine.
+def buddies(machines: Sequence[str]) -> list[int]:
+    """Return to which rank each gives a copy: on another machine where there is one, and none has many.
 
     Args:
-        machines: The name of every rank's, of two or more.
+        machines: The name of every rank's. One that is alone gives it to itself.
     """
-
-    def alike(distance: int) -> int:
-        return sum(one == machines[(rank + distance) % len(machines)] for rank, one in enumerate(machines))
-
-    return min(range(1, len(machines)), key=alike)
-
-
-def _digest(content: bytes | memoryview) -> str:
-    return xxhash.xxh3_128_hexdigest(content)
+    given = [0] * len(machines)
+    to = []
+    for rank, machine in enumerate(machines):
+        others = [(rank + distance) % len(machines) for distance in range(1, len(machines))]
+        away = [other for other in others if machines[other] != machine]
+        to.append(min(away or others or [rank], key=given.__getitem__))
+        given[to[-1]] += 1
+    return to

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import logging
-import math
 import signal
 import time
 import weakref
@@ -23,21 +22,14 @@ from stretto.groups import Leavable, LeavableGroup, meshes_over
 from stretto.optimizer import Hyperparameters, read_hyperparameters
 from stretto.parallel import DataParallel
 from stretto.survive.asking import Asking, do_all_come
-from stretto.survive.copies import Copies
 from stretto.survive.generations import Memory, may_leave
+from stretto.survive.keeping import Keeping
 from stretto.survive.membership import Ended, Members
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger("stretto")
-
-SHARE = 0.01
-"""Of the time, and of the bytes that ranks send, that keeping generations may take where the library chooses."""
-_MOST_SECONDS = 300.0
-"""Between two generations: so much is done again at most."""
-_FIRST_UPDATES = 16
-"""Between two generations, until one has been measured that has all there is in a state."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,30 +78,6 @@ class Beginning:
             self._scheduler.load_state_dict(self._schedule)
         for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
             set_settings(group, settings)
-
-
-@dataclasses.dataclass(slots=True)
-class _Costs:
-    """What the last keeping of a state has cost, and where training was then."""
-
-    step: int = 0
-    at: float = 0.0
-    sent_bytes: int = 0
-    """Until then, in all."""
-    keep_seconds: float = 0.0
-    """In which training stood still for it, also for its copies."""
-    keep_bytes: int = 0
-
-    def measured(self, parallel: DataParallel) -> list[float] | None:
-        """Return what `updates_between` takes; None where it would mislead.
-
-        Before the first update a state is small: optimizers have none yet.
-        """
-        updates = parallel.steps - self.step
-        if not self.step or not updates:
-            return None
-        seconds, sent = time.perf_counter() - self.at, parallel.sent_bytes - self.sent_bytes
-        return [self.keep_seconds, seconds / updates, self.keep_bytes, sent / updates]
 
 
 class Wish:
@@ -172,9 +140,7 @@ class Term:
         """The numbers of its members' processes, which no other process has had."""
         self._process = process
         self._before = before
-        self._due = 0
-        self._costs = _Costs()
-        self._copies: Copies | None = None
+        self._keeping: Keeping | None = None
         self._asking: Asking | None = None
         self._has_meshes = False
         self._job: weakref.ref[DataParallel] | None = None
@@ -212,13 +178,10 @@ class Term:
             )
         self._job = weakref.ref(parallel)
         self.beginning.note(parallel)
-        self._copies = Copies(parallel, self.group)
-        restored = self._process.memory.load(parallel, self._copies, loader=loader)
+        self._keeping = Keeping(parallel, self.group, self._process.memory, self._process.every)
+        restored = self._keeping.go_on(parallel, loader=loader)
         if restored is None:
-            if begin is not None:
-                begin()
-            self._keep(parallel, self._copies, loader, extra() if callable(extra) else extra)
-            self._copies.complete()  # there is no state before this one
+            self._keeping.begin(parallel, self._asked_for(), begin, loader=loader, extra=extra)
         elif self.rank == 0:
             _log.warning("%s", self._before.line(restored.step, self.world_size))
         self._asking = Asking(parallel, self.group)
@@ -275,20 +238,15 @@ class Term:
             OutOfTurn: `go_on` was not called before.
             CommunicationError: A rank was lost.
         """
-        copies, asking = self._copies, self._asking
-        if copies is None or asking is None:
+        keeping, asking = self._keeping, self._asking
+        if keeping is None or asking is None:
             raise OutOfTurn(f"rank {self.rank}: term.keep() before term.go_on(): expected it before training")
-        is_time = do_all_come(parallel) and (asking.look(parallel, self._asks) or parallel.steps >= self._due)
-        began = time.perf_counter()
-        if not is_time:
-            copies.go_on()
-            self._costs.keep_seconds += time.perf_counter() - began
+        if not (do_all_come(parallel) and (asking.look(parallel, self._asks) or keeping.is_due(parallel))):
+            keeping.send_on()
             return
-        copies.complete()
-        self._costs.keep_seconds += time.perf_counter() - began
-        seats = self._keep(parallel, copies, loader, extra() if callable(extra) else extra)
+        seats = self._stay(keeping.keep(parallel, self._asked_for(), loader=loader, extra=extra))
         if seats != list(self.seats):
-            copies.complete()
+            keeping.complete()
             # After this nobody waits for those that leave.
             Ranks(parallel).gather("ending a term", lambda: None)
             parallel.leave()
@@ -300,20 +258,19 @@ class Term:
             self.rank == 0 and bool(self._process.membership.newcomers(self.seats))
         )
 
-    def _keep(self, parallel: DataParallel, copies: Copies, loader: Loader | None, extra: Any) -> list[int]:
-        """Keep the state; return the seats of those that go on from it."""
-        began, sent_bytes = time.perf_counter(), parallel.sent_bytes
-        told = {
-            "measured": self._costs.measured(parallel),
+    def _asked_for(self) -> dict[str, Any]:
+        """Return what the others have to know of this member when a state is kept."""
+        return {
             "leaves": self._process.wish.is_asked,
             "waiting": self._process.membership.newcomers(self.seats) if self.rank == 0 else [],
         }
-        by_rank = self._process.memory.keep(parallel, copies, self.number, told, loader=loader, extra=extra)
-        at, sent = time.perf_counter(), parallel.sent_bytes
-        self._costs = _Costs(parallel.steps, at, sent, at - began, sent - sent_bytes)
-        known = [one["measured"] for _, one in by_rank if one["measured"] is not None]
-        interval = max((updates_between(*one) for one in known), default=_FIRST_UPDATES)
-        self._due = parallel.steps + (interval if self._process.every is None else self._process.every)
+
+    def _stay(self, by_rank: Sequence[tuple[str, Any]]) -> list[int]:
+        """Return the seats of those that go on from a state.
+
+        Args:
+            by_rank: Every rank's machine, and what it has `asked for`.
+        """
         leaving = may_leave(
             [machine for machine, _ in by_rank],
             [rank for rank, (_, one) in enumerate(by_rank) if one["leaves"]],
@@ -328,9 +285,9 @@ class Term:
         if parallel is not None:
             parallel.fail(error)
             parallel.job.compute.lifetime.failures.let_go()  # they hold threads of the group
-        if self._copies is not None:
-            self._copies.end()
-            self._copies = self._asking = None
+        if self._keeping is not None:
+            self._keeping.end()
+            self._keeping = self._asking = None
         jobs = self.group.of_jobs
         signs = store_of(jobs[0]) if jobs else None
         ranks = error.ranks if isinstance(error, PeerFailed | PeerSilent) else ()
@@ -351,19 +308,3 @@ class Planned(BaseException):
         super().__init__(seats)
         self.seats = seats
         self.group = group
-
-
-def updates_between(
-    keep_seconds: float, update_seconds: float, keep_bytes: float, update_bytes: float
-) -> int:
-    """Return how many updates should lie between two generations, from what a rank has measured.
-
-    Args:
-        keep_seconds: For which training stands still to keep one.
-        update_seconds: That an update takes.
-        keep_bytes: That keeping one sends, with its copies.
-        update_bytes: That an update sends.
-    """
-    by_time = keep_seconds / (SHARE * update_seconds)
-    by_bytes = keep_bytes / (SHARE * update_bytes) if update_bytes else 0.0
-    return max(1, math.ceil(min(max(by_time, by_bytes), _MOST_SECONDS / update_seconds)))

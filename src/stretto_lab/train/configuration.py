@@ -272,6 +272,10 @@ class RunConfig(Job[TaskT]):
     async_save: bool = False
     """Write checkpoints beside training, from a copy of what each rank writes; an error that ends the run within the
     write costs this checkpoint. See the page checkpoints."""
+    local_checkpoints: str | None = None
+    """With `resume`: folder of each machine, as /dev/shm/my-run, in which its ranks also keep their states in memory, a
+    copy of each on another machine. Who is started again goes on from there, unless a checkpoint of the run is newer.
+    See the page survive."""
     tensorboard: bool = True
     """Write TensorBoard events."""
     trace: bool = False
@@ -293,6 +297,10 @@ class RunConfig(Job[TaskT]):
             raise ConfigError(f"replan must be above 1, found {self.replan}")
         if self.resume and self.run_dir is None:
             raise ConfigError("resume needs the folder of the run to continue: set run_dir")
+        if self.local_checkpoints is not None and not self.resume:
+            raise ConfigError(
+                "local_checkpoints are what a run goes on from when it is started again: add resume"
+            )
         self._check_survive()
 
     def _check_survive(self) -> None:
@@ -305,6 +313,7 @@ class RunConfig(Job[TaskT]):
             "hear of it"
             if self.async_save
             else "",
+            "local_checkpoints": "states stay in the processes that live" if self.local_checkpoints else "",
             "replan": "another choice is made at a checkpoint, in new processes" if self.replan else "",
         }
         if self.survive and (asked := [f"{name} ({why})" for name, why in unfit.items() if why]):

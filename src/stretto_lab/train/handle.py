@@ -237,6 +237,8 @@ def _check_shards(run: RunConfig[TaskT], world_size: int) -> None:
         f"strategy={run.strategy!r}, a stock method": not parse_arm(run.strategy).is_ours,
         f"link={run.link!r}, which would slow down the inside of nodes too": not Link.parse(run.link).is_free,
         "faults": bool(run.faults),
+        "ranks_per_node, whose ranks FSDP2 has already": run.ranks_per_node is not None,
+        "noise": run.noise is not None,
     }
     if refused := [what for what, is_asked in unfit.items() if is_asked]:
         raise ConfigError(

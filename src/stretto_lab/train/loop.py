@@ -244,6 +244,10 @@ class Loop:
             budget = self.plan.budget
             self._saves.write(self.stopwatch.seconds, None if budget is None else budget.samples)
 
+    def end(self) -> None:
+        """The run is done, and all that it leaves is written."""
+        self._saves.end()
+
     def _committed(self, update: Update) -> None:
         """Do everything that happens between an update and the next micro-batch."""
         self.totals.arrived(update, self.stopwatch.seconds)

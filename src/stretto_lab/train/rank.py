@@ -22,7 +22,7 @@ from stretto.errors import LeftOut
 from stretto.groups import Link, ThrottledLeavable
 from stretto.groups.wire import Wire
 from stretto.machine import most_bytes, peak_resident_bytes
-from stretto.survive import Term, survives
+from stretto.survive import LocalCheckpoints, Term, survives
 from stretto.terminal import printable
 from stretto_lab.observe import (
     Header,
@@ -206,10 +206,11 @@ def train_at(
         rehearsal.begin(handle)
         slow_down(handle, run.slow, context.device, context.now, context.wait)
         _seed(run.seed, context.rank)
-        start = TrainState.restore(run, task, handle, context.term)
+        memory = context.term or _of_machine(run)
+        start = TrainState.restore(run, task, handle, memory)
         if budget is not None:
             budget.go_on(start.step or 0, start.samples)
-        saves = Saves(run, task, handle, totals, context.term)
+        saves = Saves(run, task, handle, totals, memory)
         if progress is not None:
             progress.lands_when(lambda: saves.is_stopped)
             if budget is not None:
@@ -278,6 +279,10 @@ def _placed_anew(task: Task, run: RunConfig[TaskT], term: Term) -> Task:
     return _built(run, term.rank, term.world_size)  # only it knows how to deal its data out
 
 
+def _of_machine(run: RunConfig[TaskT]) -> LocalCheckpoints | None:
+    return None if run.local_checkpoints is None else LocalCheckpoints(run.local_checkpoints)
+
+
 def _begin_together(context: RankContext) -> None:
     """Wait until all ranks are here: no clock of theirs starts before.
 
@@ -306,6 +311,7 @@ def _train(run: RunConfig[TaskT], loop: Loop, context: RankContext) -> Outcome:
         state = whole_state(loop.task.model, keeps=context.rank == 0)
         if context.rank == 0:
             _write_model(loop.task, state, Path(run.run_dir))
+        loop.end()
     outcome = _outcome(run, loop, training_seconds, cpu_seconds, looks=not is_stopped)
     return dataclasses.replace(outcome, pace=None if loop.pace is None else loop.pace.change)
 

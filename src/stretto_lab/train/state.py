@@ -14,7 +14,7 @@ from stretto.echo.text import parse_plan
 from stretto.errors import TornCheckpoint
 from stretto.parallel import DataParallel
 from stretto.records import Incident
-from stretto.survive import Term
+from stretto.survive import LocalCheckpoints, Term
 from stretto_lab.recipes import ResumableLoader, Task, reshard
 from stretto_lab.recipes.task import Batch
 from stretto_lab.train.budget import Budget
@@ -115,9 +115,9 @@ class TrainState:
             async_save=run.async_save,
         )
 
-    def keep(self, term: Term, task: Task, parallel: Handle) -> None:
+    def keep(self, memory: Term | LocalCheckpoints, task: Task, parallel: Handle) -> None:
         """Keep it in memory, if it is time to; all ranks must call, right after an update."""
-        term.keep(_savable(parallel), loader=task.loader, extra=self._extra)
+        memory.keep(_savable(parallel), loader=task.loader, extra=self._extra)
 
     def _extra(self) -> dict[str, Any]:
         extra = dataclasses.asdict(self)
@@ -125,20 +125,27 @@ class TrainState:
         return extra
 
     @classmethod
-    def restore(cls, run: RunConfig[TaskT], task: Task, parallel: Handle, term: Term | None = None) -> Self:
+    def restore(
+        cls,
+        run: RunConfig[TaskT],
+        task: Task,
+        parallel: Handle,
+        memory: Term | LocalCheckpoints | None = None,
+    ) -> Self:
         """Load what ranks have in memory, or the last sound checkpoint, if there is one; all ranks must call.
 
         Raises:
             TornCheckpoint: There are checkpoints, and all of them are damaged; or no state in memory is whole.
         """
-        if term is None:
+        if memory is None:
             return cls._from_files(run, task, parallel)
         begun: list[Self] = []
-        restored = term.go_on(
+        restored = memory.go_on(
             _savable(parallel),
             loader=task.loader,
             extra=lambda: begun[0]._extra(),
             begin=lambda: begun.append(cls._from_files(run, task, parallel)),
+            **({} if isinstance(memory, Term) else {"at_least": _newest_step(run)}),
         )
         return begun[0] if restored is None else cls._of(restored, run, task, parallel, ())
 
@@ -198,7 +205,7 @@ class Saves(Generic[TaskT]):
         task: Its model and loader.
         parallel: Its job.
         totals: Knows the evaluations.
-        term: Of a job that survives the loss of ranks, whose state is kept in memory too.
+        memory: Of a job whose state is kept in memory too.
     """
 
     def __init__(
@@ -207,9 +214,9 @@ class Saves(Generic[TaskT]):
         task: Task,
         parallel: Handle,
         totals: Totals,
-        term: Term | None = None,
+        memory: Term | LocalCheckpoints | None = None,
     ) -> None:
-        self._run, self._task, self._parallel, self._term = run, task, parallel, term
+        self._run, self._task, self._parallel, self._memory = run, task, parallel, memory
         self._totals = totals
         self._stops = Stops() if run.run_dir is not None and run.checkpoint_every is not None else None
 
@@ -231,9 +238,14 @@ class Saves(Generic[TaskT]):
         self.check()
 
     def keep(self, training_seconds: float, samples: int | None) -> None:
-        """Keep the state in memory, where ranks may be lost; all ranks must call, right after an update."""
-        if self._term is not None:
-            self._now(training_seconds, samples).keep(self._term, self._task, self._parallel)
+        """Keep the state in memory, where the run does that; all ranks must call, right after an update."""
+        if self._memory is not None:
+            self._now(training_seconds, samples).keep(self._memory, self._task, self._parallel)
+
+    def end(self) -> None:
+        """The run is done: nothing has to outlive this process in its machine's memory."""
+        if isinstance(self._memory, LocalCheckpoints):
+            self._memory.remove()
 
     def _now(self, training_seconds: float, samples: int | None) -> TrainState:
         return TrainState(
@@ -252,6 +264,11 @@ class Saves(Generic[TaskT]):
 def checkpoints_of(run: RunConfig[TaskT]) -> Path:
     """Return the folder of a run's checkpoints."""
     return Path(str(run.run_dir), "checkpoints")
+
+
+def _newest_step(run: RunConfig[TaskT]) -> int:
+    """Return after how many updates the newest checkpoint on the disk was taken; 0 where there is none."""
+    return max(map(checkpoint.step_of, checkpoint.newest_first(checkpoints_of(run))[:1]), default=0)
 
 
 def _savable(parallel: Handle) -> DataParallel:

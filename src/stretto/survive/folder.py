@@ -1,0 +1,106 @@
+"""Shares in files of one machine, where they outlive processes: in its memory (`/dev/shm`), or on its own disk.
+
+A file has the name of its share, with its digest, and appears under it whole. Processes of one machine may have one
+folder: each writes what it holds, and one that starts reads what all have written. A file is mapped into the process's
+memory, so a share in `/dev/shm` takes its room once.
+"""
+
+import contextlib
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from stretto.errors import CheckpointError
+from stretto.survive.shares import Generation, Share, named
+
+_PART = ".part"
+"""Ends the name of a file that is not whole yet."""
+_WHOLE = "was-whole"
+"""The file that says that all ranks have kept a generation."""
+
+
+class Folder:
+    """The shares of one machine's processes of one job.
+
+    Args:
+        path: Made if need be.
+
+    Raises:
+        CheckpointError: It cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: no folder for states of this machine ({error.strerror})"
+            ) from error
+
+    @property
+    def was_whole(self) -> bool:
+        """Whether a generation has been whole, as far as processes of this machine knew."""
+        return (self.path / _WHOLE).exists()
+
+    def note_whole(self) -> None:
+        """Note that one has."""
+        (self.path / _WHOLE).touch()
+
+    def shares(self) -> Iterator[tuple[Generation, int, Share]]:
+        """Yield what is there, with the rank that owned it; nobody may write meanwhile."""
+        for path in sorted(self.path.iterdir()):
+            if path.name.endswith(_PART):
+                path.unlink(missing_ok=True)  # of a process that has ended amid it
+            elif (found := named(path.name)) is not None:
+                generation, owner, owners, digest = found
+                yield generation, owner, Share(owners, digest, _mapped(path))
+
+    def write(self, generation: Generation, owner: int, share: Share) -> Share:
+        """Write a share; return it as it is in the file.
+
+        Raises:
+            CheckpointError: There is no room.
+        """
+        path = self.path / share.name(generation, owner)
+        try:
+            descriptor, part = tempfile.mkstemp(suffix=_PART, dir=self.path)
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(share.content)
+                os.replace(part, path)
+            except OSError:
+                Path(part).unlink(missing_ok=True)
+                raise
+            return Share(share.owners, share.digest, _mapped(path))
+        except OSError as error:
+            at = os.statvfs(self.path)
+            free, whole = (blocks * at.f_frsize / 1e6 for blocks in (at.f_bavail, at.f_blocks))
+            raise CheckpointError(
+                f"{self.path}: a share of {len(share.content) / 1e6:,.3f} MB cannot be written ({error.strerror}): "
+                f"{free:,.3f} MB of {whole:,.3f} MB are free. A rank needs room for six shares; give a container more "
+                "(docker run --shm-size), or name another folder"
+            ) from error
+
+    def drop(self, generation: Generation, owner: int, share: Share) -> None:
+        """Remove a share; who has mapped it can still read it."""
+        (self.path / share.name(generation, owner)).unlink(missing_ok=True)
+
+    def forget(self) -> None:
+        """Forget that a generation has been whole."""
+        (self.path / _WHOLE).unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove the folder, once the last process of this machine has dropped its shares."""
+        with contextlib.suppress(OSError):  # another one's are there, or somebody else's files
+            self.path.rmdir()
+
+
+def _mapped(path: Path) -> memoryview:
+    with path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return memoryview(b"")
+        # Nobody writes into it, but PyTorch warns of memory that cannot be written.
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))

@@ -1,0 +1,160 @@
+"""When states are kept in memory: as often as takes a hundredth of the time and of the bytes that a job sends."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from stretto.checkpoint.load import Restored
+from stretto.continuation import Loader
+from stretto.parallel import DataParallel
+from stretto.survive.copies import Copies
+from stretto.survive.generations import Memory
+
+SHARE = 0.01
+"""Of the time, and of the bytes that ranks send, that keeping generations may take where the library chooses."""
+_MOST_SECONDS = 300.0
+"""Between two generations: so much is done again at most."""
+_FIRST_UPDATES = 16
+"""Between two generations, until one has been measured that has all there is in a state."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Costs:
+    """What the last keeping of a state has cost, and where training was then."""
+
+    step: int = 0
+    at: float = 0.0
+    sent_bytes: int = 0
+    """Until then, in all."""
+    keep_seconds: float = 0.0
+    """In which training stood still for it, also for its copies."""
+    keep_bytes: int = 0
+
+    def measured(self, parallel: DataParallel) -> list[float] | None:
+        """Return what `updates_between` takes; None where it would mislead.
+
+        Before the first update a state is small: optimizers have none yet.
+        """
+        updates = parallel.steps - self.step
+        if not self.step or not updates:
+            return None
+        seconds, sent = time.perf_counter() - self.at, parallel.sent_bytes - self.sent_bytes
+        return [self.keep_seconds, seconds / updates, self.keep_bytes, sent / updates]
+
+
+class Keeping:
+    """Keeps states of one job in the memory of its ranks; all of them call each part, at the same update.
+
+    Args:
+        parallel: The job, whose end ends the copies.
+        group: Of the job's ranks, over Gloo; all of them make this, at the same place.
+        memory: Where this rank keeps its shares.
+        every: Updates between two states; None chooses.
+    """
+
+    def __init__(
+        self, parallel: DataParallel, group: dist.ProcessGroup, memory: Memory, every: int | None
+    ) -> None:
+        self._memory = memory
+        self._every = every
+        self._copies = Copies(parallel, group)
+        self._costs = _Costs()
+        self._due = 0
+
+    def go_on(self, parallel: DataParallel, *, loader: Loader | None, at_least: int = 0) -> Restored | None:
+        """Let the job go on from the newest state; None where there is none after so many updates.
+
+        Raises:
+            TornCheckpoint: No generation is whole.
+            CommunicationError: A rank was lost.
+        """
+        return self._memory.load(parallel, self._copies, loader=loader, at_least=at_least)
+
+    def begin(
+        self,
+        parallel: DataParallel,
+        told: Any,
+        begin: Callable[[], object] | None,
+        *,
+        loader: Loader | None,
+        extra: Any,
+    ) -> None:
+        """Call `begin`, if it is given, and keep the state at the beginning.
+
+        Raises:
+            CommunicationError: A rank was lost.
+        """
+        if begin is not None:
+            begin()
+        self.keep(parallel, told, loader=loader, extra=extra)
+        self._copies.complete()  # there is no state before this one
+
+    def is_due(self, parallel: DataParallel) -> bool:
+        """Return whether so many updates have passed as should lie between two states."""
+        return parallel.steps >= self._due
+
+    def send_on(self) -> None:
+        """Send the next parts of copies, and take what has come.
+
+        Raises:
+            CommunicationError: A rank was lost.
+        """
+        began = time.perf_counter()
+        self._copies.go_on()
+        self._costs.keep_seconds += time.perf_counter() - began
+
+    def complete(self) -> None:
+        """Wait until all copies are there.
+
+        Raises:
+            CommunicationError: A rank was lost.
+        """
+        began = time.perf_counter()
+        self._copies.complete()
+        self._costs.keep_seconds += time.perf_counter() - began
+
+    def keep(
+        self, parallel: DataParallel, told: Any, *, loader: Loader | None, extra: Any
+    ) -> list[tuple[str, Any]]:
+        """Keep the state; return every rank's machine, and what it has told.
+
+        Raises:
+            OutOfTurn: An update is under way.
+            CheckpointError: A folder has no room.
+            CommunicationError: A rank was lost.
+        """
+        self.complete()
+        began, sent_bytes = time.perf_counter(), parallel.sent_bytes
+        told = [self._costs.measured(parallel), told]
+        extra = extra() if callable(extra) else extra
+        by_rank = self._memory.keep(parallel, self._copies, told, loader=loader, extra=extra)
+        at, sent = time.perf_counter(), parallel.sent_bytes
+        self._costs = _Costs(parallel.steps, at, sent, at - began, sent - sent_bytes)
+        known = [measured for _, (measured, _) in by_rank if measured is not None]
+        interval = max((updates_between(*one) for one in known), default=_FIRST_UPDATES)
+        self._due = parallel.steps + (interval if self._every is None else self._every)
+        return [(machine, told) for machine, (_, told) in by_rank]
+
+    def end(self) -> None:
+        """Take what has come, as the job ends with an error."""
+        self._copies.end()
+
+
+def updates_between(
+    keep_seconds: float, update_seconds: float, keep_bytes: float, update_bytes: float
+) -> int:
+    """Return how many updates should lie between two generations, from what a rank has measured.
+
+    Args:
+        keep_seconds: For which training stands still to keep one.
+        update_seconds: That an update takes.
+        keep_bytes: That keeping one sends, with its copies.
+        update_bytes: That an update sends.
+    """
+    by_time = keep_seconds / (SHARE * update_seconds)
+    by_bytes = keep_bytes / (SHARE * update_bytes) if update_bytes else 0.0
+    return max(1, math.ceil(min(max(by_time, by_bytes), _MOST_SECONDS / update_seconds)))

@@ -1,0 +1,57 @@
+"""Which generation of a job's state a rank holds a share of, and what it is called in a file."""
+
+import dataclasses
+import re
+
+import xxhash
+
+_NAME = re.compile(r"(\d+)-(\d+)-([0-9a-f]*)\.(\d+)-of-(\d+)\.([0-9a-f]{32})")
+
+
+@dataclasses.dataclass(frozen=True, order=True, slots=True)
+class Generation:
+    """Which one it is; later ones are greater."""
+
+    term: int
+    """How often a job had begun or gone on until it was kept, as far as its ranks knew."""
+    step: int
+    """Committed updates."""
+    key: str = ""
+    """Drawn whenever a job begins or goes on: ranks that did not know of each other may count alike."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank held of a generation."""
+
+    owners: int
+    """How many shares the generation has."""
+    digest: str
+    content: bytes | memoryview
+
+    @classmethod
+    def of(cls, owners: int, content: bytes | memoryview) -> "Share":
+        """Return the share that a rank keeps."""
+        return cls(owners, _digest(content), content)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it is what it was when it was kept."""
+        return _digest(self.content) == self.digest
+
+    def name(self, generation: Generation, owner: int) -> str:
+        """Return its name as a file."""
+        return f"{generation.term}-{generation.step}-{generation.key}.{owner}-of-{self.owners}.{self.digest}"
+
+
+def named(name: str) -> tuple[Generation, int, int, str] | None:
+    """Return generation, owner, number of owners and digest of the share whose file has this name, if it is one's."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return None
+    term, step, key, owner, owners, digest = found.groups()
+    return Generation(int(term), int(step), key), int(owner), int(owners), digest
+
+
+def _digest(content: bytes | memoryview) -> str:
+    return xxhash.xxh3_128_hexdigest(content)
