@@ -212,14 +212,7 @@ def train_at(
             budget.go_on(start.step or 0, start.samples)
         saves = Saves(run, task, handle, totals, memory)
         if progress is not None:
-            progress.lands_when(lambda: saves.is_stopped)
-            if budget is not None:
-                progress.lasts(budget.share)
-            if start.step:
-                progress.doing(f"going on after update {start.step}")
-            for note in start.notes:
-                progress.doing(f"note: {note}")
-            progress.waits("waiting for the others, or evaluating before the first update")
+            _show_start(progress, start, budget, saves)
         totals.evaluations.extend(start.evaluations)
         _begin_together(context)
         stopwatch = Stopwatch(start.training_seconds, context.now)
@@ -248,6 +241,17 @@ def train_at(
         seconds_before=start.training_seconds,
         faults_struck=rehearsal.struck,
     )
+
+
+def _show_start(progress: Progress, start: TrainState, budget: Budget | None, saves: Saves[Any]) -> None:
+    progress.lands_when(lambda: saves.is_stopped)
+    if budget is not None:
+        progress.lasts(budget.share)
+    if start.step:
+        progress.doing(f"going on after update {start.step}")
+    for note in start.notes:
+        progress.doing(f"note: {note}")
+    progress.waits("waiting for the others, or evaluating before the first update")
 
 
 def _begun(
