@@ -1,5 +1,6 @@
 """Checkpoints in folders of machines: all processes end, machines are lost, and the job is started again."""
 
+import dataclasses
 import os
 import random
 import re
@@ -42,6 +43,8 @@ class Job:
     strategy: st.Strategy | st.Switching = field(default_factory=st.ZeRO1)
     wire: str = "fp32"
     every: int | None = 3
+    data: int = 0
+    """Number of the first micro-batch."""
 
     def live(self, machines: Sequence[str], until: int, *, begins: bool = False) -> list[Life]:
         """Start ranks on these machines, and let their processes end after an update, without a word."""
@@ -65,7 +68,7 @@ class Job:
 
             with parallel:
                 for number in parallel.feed(samples, updates=until, on_update=on_update):
-                    inputs, targets = batch_of(number)
+                    inputs, targets = batch_of(self.data + number)
                     parallel.backward((parts.model(inputs) - targets).square().mean(), samples=len(inputs))
                 parallel.finish()
             return Life(begin, digest(parts.model), samples.given)
@@ -151,6 +154,27 @@ def test_a_job_whose_copies_are_lost_with_their_owners_says_so_and_begins_only_w
         job.live(machines, UPDATES)
     assert [life.begin for life in job.live(machines, 9, begins=True)] == [0, 0, 0]
     assert job.live(machines, UPDATES)[0].begin > 0
+
+
+def test_a_machine_that_was_away_brings_nothing_that_passes_for_what_others_have_kept_meanwhile(
+    tmp_path: Path,
+) -> None:
+    """It went on by itself, as it were, and counts as the others do: the same term, the same updates, other bits."""
+    ends = []
+    for comes_back in (True, False):
+        job = Job(tmp_path / str(comes_back))
+        job.live(["a", "b", "c"], 6)
+        for machine in "ab":
+            shutil.copytree(job.folder / machine, job.folder / f"{machine} before")
+        dataclasses.replace(job, data=1000).live(["a", "b", "c"], 12)
+        for machine in "ab":
+            job.lose(machine)
+            shutil.move(job.folder / f"{machine} before", job.folder / machine)
+        job.live(["a", "b", "d"], 12)
+        if not comes_back:
+            job.lose("c")
+        ends.append([(life.begin, life.model) for life in job.live(["a", "b", "c"], UPDATES)])
+    assert ends[0] == ends[1]
 
 
 def test_a_process_that_ends_before_the_first_state_is_whole_costs_nothing(tmp_path: Path) -> None:
