@@ -31,6 +31,7 @@ class Life:
     begin: int
     """Committed updates at the start."""
     model: str
+    sent_bytes: int
     given: list[int] = field(default_factory=list)
     """Numbers of micro-batches."""
 
@@ -71,7 +72,7 @@ class Job:
                     inputs, targets = batch_of(self.data + number)
                     parallel.backward((parts.model(inputs) - targets).square().mean(), samples=len(inputs))
                 parallel.finish()
-            return Life(begin, digest(parts.model), samples.given)
+            return Life(begin, digest(parts.model), parallel.sent_bytes, samples.given)
 
         return VirtualCluster(len(machines), seed=1).run(program).values
 
@@ -188,9 +189,24 @@ def test_a_process_that_ends_before_the_first_state_is_whole_costs_nothing(tmp_p
     assert [life.begin for life in job.live(machines, UPDATES)] == [0, 0]
 
 
-def test_on_one_machine_nothing_is_copied_and_two_states_lie_there(tmp_path: Path) -> None:
+def test_what_is_left_on_one_machine_alone_lies_on_another_one_as_soon_as_a_job_has_gone_on(
+    tmp_path: Path,
+) -> None:
+    """Two ranks of that machine have it, and are lost at once."""
     job = Job(tmp_path)
-    job.live(["a"] * 3, UPDATES)
+    job.live(["a", "a", "b"], 10)
+    job.lose("b")
+    begin = job.live(["a", "a", "c"], 1)[0].begin
+    job.lose("a")
+    assert [life.begin for life in job.live(["c", "c"], UPDATES)] == [begin, begin]
+    assert begin > 0
+
+
+def test_on_one_machine_nothing_is_copied_and_two_states_lie_there(tmp_path: Path) -> None:
+    job = Job(tmp_path / "one")
+    (first, *_) = job.live(["a"] * 3, UPDATES)
+    (apart, *_) = Job(tmp_path / "three").live(["a", "b", "c"], UPDATES)
+    assert first.sent_bytes < apart.sent_bytes - 5000
     states: dict[int, list[int]] = {}
     for path in job.files("a"):
         generation, owner, *_ = named(path.name) or pytest.fail("no share")
