@@ -10,8 +10,11 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import stretto as st
-from stretto.errors import CommunicationError
-from stretto.groups import LeavableGroup
+from stretto.errors import CommunicationError, PeerFailed
+from stretto.groups import MEET_SECONDS, LeavableGroup, announce_death, deaths, leavable
 from stretto.groups.collectives import method_of
+from stretto.groups.meeting import Meeting
 from stretto.survive import Term, survives
 from stretto_lab.train.workers import host_store
 from tests.errors.test_failures import default_store
@@ -83,6 +87,47 @@ def wakes(rank: int, seed: int) -> set[float]:
 @pytest.mark.parametrize("seed", range(6))
 def test_a_process_that_was_left_and_wakes_changes_nothing_and_hears_of_it(seed: int) -> None:
     assert run_ranks(2, wakes, seed)[0] == {5.0}
+
+
+class Struck(Meeting):
+    """A rank whose process ends when all have come, before it connects."""
+
+    def connect(self, make: Callable[[], Any]) -> Any:
+        raise SystemExit
+
+
+def ends_amid(rank: int, comes: bool) -> tuple[str, float, float]:
+    """Rank 1 ends while a group is made, and somebody says so; return what others hear, and after what seconds."""
+    store = default_store()
+    seats = [4, 7, 9]
+    if rank == 1:
+        if comes:
+            leavable.Meeting = Struck
+            with suppress(SystemExit):
+                LeavableGroup(dist.PrefixStore("ends", store), seats, rank)
+        announce_death(store, seats[rank], "exit code -9")
+        store.wait(["heard"], LONG)
+        return "", 0.0, 0.0
+    began, answered = time.monotonic(), 0.0
+    with pytest.raises(PeerFailed) as caught:
+        LeavableGroup(dist.PrefixStore("ends", store.clone()), seats, rank)
+    heard = time.monotonic()
+    deaths(store)
+    answered = time.monotonic() - heard
+    if store.add("have heard", 1) == 2:
+        store.set("heard", "")
+    return str(caught.value), heard - began, answered
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_member_that_ends_while_a_group_is_made_is_not_waited_for_once_somebody_says_so(
+    comes: bool,
+) -> None:
+    first, _, last = run_ranks(3, ends_amid, comes)
+    for said, seconds, answered in (first, last):
+        assert "rank 1 died (exit code -9)" in said
+        assert seconds < MEET_SECONDS / 2
+        assert answered < MEET_SECONDS / 5  # nobody holds the connection by which members agree
 
 
 class Quick(threading.Thread):

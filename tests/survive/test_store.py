@@ -42,7 +42,7 @@ def test_without_its_store_a_job_does_its_work(ends_by: signal.Signals) -> None:
     ("ends_by", "line"),
     [
         (signal.SIGKILL, "PeerFailed: the store of the members is gone"),
-        (signal.SIGSTOP, "PeerSilent: the store of the members has not answered for 13 s"),
+        (signal.SIGSTOP, "PeerSilent: the store of the members has not answered for 9 s"),
     ],
 )
 def test_without_its_store_a_loss_ends_the_job_in_one_line(ends_by: signal.Signals, line: str) -> None:

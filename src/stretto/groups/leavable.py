@@ -28,7 +28,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from stretto.errors import CommunicationError
 from stretto.groups.collective_group import CollectiveGroup
 from stretto.groups.collectives import Call, method_of
-from stretto.groups.connections import Connection
+from stretto.groups.connections import Connection, connections
+from stretto.groups.meeting import Meeting
 from stretto.groups.private import connections_of, opened_by
 from stretto.groups.wrapped import WrappedGroup, gloo_group
 
@@ -76,6 +77,7 @@ class LeavableGroup(WrappedGroup):
         address: Of this machine, where Gloo listens; None lets Gloo choose.
 
     Raises:
+        PeerFailed: One of them has died, as whoever supervises it says.
         CommunicationError: Not all came within `MEET_SECONDS`.
     """
 
@@ -89,11 +91,16 @@ class LeavableGroup(WrappedGroup):
         address: str | None = None,
     ) -> None:
         within = timedelta(seconds=MEET_SECONDS)
+        meeting = Meeting(PrefixStore("meeting", store), rank, names, MEET_SECONDS, connections())
+        place = PrefixStore("inner", store)
         try:
+            meeting.wait()
             inner = opened_by(
-                lambda: gloo_group(PrefixStore("inner", store), rank, len(names), within, address)
+                lambda: meeting.connect(lambda: gloo_group(place, rank, len(names), within, address))
             )
             opened = _shared(inner, within)
+        except CommunicationError:
+            raise
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {rank}: no group over the processes {list(names)} ({str(error).splitlines()[0]}): one of them "

@@ -60,8 +60,10 @@ _LOOK_SECONDS = 1.0
 _MOST_PAUSES = 25
 """Of those that are meant to be between two looks, or twice what a look has taken at least, where the store is slow.
 What passes beyond is no silence of others: this process was stopped, or the store answered nobody."""
-_BOUND_SECONDS = 5.0
+_BOUND_SECONDS = 1.0
 """Beyond `silent_seconds`, how long the store may take for one answer."""
+_LEAST_BOUND_SECONDS = 6.0
+"""A store that looks up a name answers nobody for five seconds, where no resolver answers it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -217,7 +219,8 @@ class Membership:
         Raises:
             CommunicationError: Not all of them came.
         """
-        store = PrefixStore(f"term/{number}", self._job)
+        # A thread that waits for a dead member keeps the lock of its connection; members agree by the other one.
+        store = PrefixStore(f"term/{number}", self._job.clone())  # type: ignore[attr-defined]  # missing in torch's stub
         return LeavableGroup(store, seats, list(seats).index(self.seat), address=self._address)
 
     def leave_out(self, seat: int, why: str) -> None:
@@ -260,7 +263,7 @@ class Membership:
         self._answered = time.monotonic()
         thread = threading.Thread(target=run, name="stretto-membership", daemon=True)
         thread.start()
-        limit = self._silent_seconds + _BOUND_SECONDS
+        limit = max(self._silent_seconds + _BOUND_SECONDS, _LEAST_BOUND_SECONDS)
         while thread.is_alive() and time.monotonic() - self._answered < limit:
             thread.join(_POLL_SECONDS)
         if results:
