@@ -352,14 +352,14 @@ def old_list(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def torn_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of the shares of the newest state are those of the state before, whose keeping came to its end."""
-    inventory = Memory._inventory
+    told = Memory._told
 
     def stale(memory: Memory) -> Any:
         for older, newer in itertools.pairwise([memory._shares[one] for one in sorted(memory._shares)]):
             newer |= {owner: share for owner, share in older.items() if owner % 2 and owner in newer}
-        return inventory(memory)
+        return told(memory)
 
-    monkeypatch.setattr(Memory, "_inventory", stale)
+    monkeypatch.setattr(Memory, "_told", stale)
 
 
 def woken_heard(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ class LeavableGroup(WrappedGroup):
 
     Args:
         store: With a prefix that no other group has had.
-        names: Of the ranks in order, as whoever supervises them calls them.
+        names: Of the ranks in order, as whoever supervises them calls them; None where nobody knows it.
         rank: Of this process in the list.
         timeout_seconds: After which a collective fails.
         address: Of this machine, where Gloo listens; None lets Gloo choose.
@@ -84,7 +84,7 @@ class LeavableGroup(WrappedGroup):
     def __init__(
         self,
         store: Store,
-        names: Sequence[int],
+        names: Sequence[int | None],
         rank: int,
         *,
         timeout_seconds: float = 600.0,
@@ -108,7 +108,7 @@ class LeavableGroup(WrappedGroup):
             ) from error
         inner.set_timeout(timedelta(seconds=timeout_seconds))
         super().__init__(inner, store, "leavable")
-        self.names: Sequence[int] = tuple(names)
+        self.names: Sequence[int] = tuple(name for name in names if name is not None)
         self._opened = opened
         self.timeout_seconds = timeout_seconds
         """After which a collective fails."""
@@ -139,8 +139,8 @@ class LeavableGroup(WrappedGroup):
             timeout: After which a collective fails.
         """
         seconds = timeout.total_seconds()
-        group = LeavableGroup(store, range(world_size), rank, timeout_seconds=seconds, address=self._address)
-        group.names = self.names if world_size == self.size() else ()
+        names = self.names if world_size == self.size() else [None] * world_size
+        group = LeavableGroup(store, names, rank, timeout_seconds=seconds, address=self._address)
         self._known_to_torch.append(group)
         return group
 

@@ -38,7 +38,7 @@ class Meeting:
     Args:
         store: For this meeting alone.
         rank: Of this process in the new group.
-        ranks: Of the new group in order, as whoever supervises them calls them.
+        ranks: Of the new group in order, as whoever supervises them calls them; None where nobody knows it.
         timeout_seconds: How long the others may take to come.
         watched: Connections of this process, whatever they belong to.
     """
@@ -47,7 +47,7 @@ class Meeting:
         self,
         store: Store,
         rank: int,
-        ranks: Sequence[int],
+        ranks: Sequence[int | None],
         timeout_seconds: float,
         watched: Iterable[Connection],
     ) -> None:
