@@ -1,5 +1,6 @@
 """States in memory and training: copies travel beside it, and are rare enough."""
 
+import math
 import random
 from collections.abc import Callable, Sequence
 
@@ -9,6 +10,7 @@ from torch import nn
 
 import stretto as st
 from stretto.groups import Link, SoloGroup
+from stretto.survive import keeping
 from stretto.survive.copies import Arrived, Copies
 from stretto.survive.generations import Memory
 from stretto.survive.keeping import SHARE
@@ -118,8 +120,9 @@ def test_a_damaged_copy_is_not_taken_and_the_state_before_stays_until_a_later_on
 
 
 @pytest.mark.parametrize("seed", range(len(STRATEGIES)))
-def test_states_take_a_hundredth_of_what_ranks_send(seed: int) -> None:
+def test_states_take_a_hundredth_of_what_ranks_send(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what the job's own ledger says of a state that has all, with means of replicas, and of the updates since."""
+    monkeypatch.setattr(keeping, "_MOST_SECONDS", math.inf)  # on a busy machine updates are long
     rng = random.Random(seed)
     strategy, ranks = STRATEGIES[seed], rng.randint(2, 4)
     wire, width = rng.choice(["fp32", "bf16", "int8"]), rng.choice([8, 64])
