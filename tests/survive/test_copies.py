@@ -53,8 +53,8 @@ def test_training_goes_on_while_copies_travel() -> None:
         return (kept - began) / 1e9, LINK.occupied_seconds(num_bytes), before, after
 
     cluster = VirtualCluster(2, network=Network(link=LINK), compute=Compute(micro_batch_ns=MICRO_BATCH_NS))
-    for rank, (keeping, travelling, before, after) in enumerate(cluster.run(program).values):
-        assert keeping < travelling / 100
+    for rank, (standing, travelling, before, after) in enumerate(cluster.run(program).values):
+        assert standing < travelling / 100
         assert (before, after) == ([rank], [0, 1])
 
 
