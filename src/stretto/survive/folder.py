@@ -25,7 +25,7 @@ class Folder:
     """The shares of one machine's processes of one job.
 
     Args:
-        path: Made if need be.
+        path: Made if need be, for this user alone: a state is as good as the model.
 
     Raises:
         CheckpointError: It cannot be made.
@@ -34,7 +34,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(
                 f"{path}: no folder for states of this machine ({error.strerror})"

@@ -92,10 +92,8 @@ class Memory:
             ).written()
             for listener in parallel.job.model.listeners:
                 listener.committed_is_read()
-        own, generation = (
-            Share.of(parallel.world_size, content),
-            Generation(self._term, parallel.steps, self._key),
-        )
+        own = Share.of(parallel.world_size, content)
+        generation = Generation(self._term, parallel.steps, self._key)
 
         def put_own() -> list[Any]:
             failure, self._failure = self._failure, None
