@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import stretto as st
-from stretto.errors import StrettoError
+from stretto.errors import RanksDisagree, StrettoError
+from stretto_lab.virtual import VirtualCluster, VirtualGroup
 from tests.errors.tiny import BOTH_KINDS, STRATEGIES, TinyJob, tiny_model
 from tests.processes import run_ranks
 
@@ -322,3 +323,13 @@ def test_only_a_parameter_that_no_rank_uses_is_an_error(results: list[dict[str, 
         results, "unused on all", "UnusedParameters: ", "after step 1", "'layers.1.weight'", "on any rank"
     )
     assert [result["unused on one"] for result in results] == [1, 1]
+
+
+def test_of_several_ranks_that_differ_the_first_one_is_shown_with_its_own_value() -> None:
+    def program(rank: int, group: VirtualGroup) -> None:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=[0.125, 0.125, 0.25, 0.5][rank])
+        st.DataParallel(model, optimizer, group=group)
+
+    with pytest.raises(RanksDisagree, match=r"found '[^']*0\.25[^']*' on rank 2 \(differing ranks: \[2, 3\]\)"):
+        VirtualCluster(4).run(program)

@@ -43,6 +43,7 @@ def test_a_lone_rank_that_only_computes_equals_plain_pytorch() -> None:
         optimizer.zero_grad()
         assert update is not None
         assert (update.step, update.loss, update.gradient_norm) == (position + 1, loss.item(), norm.item())
+        assert update.round_index == position
         assert update.sent_bytes == 0
     assert peer.finish() == []
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
