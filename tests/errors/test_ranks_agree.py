@@ -331,5 +331,7 @@ def test_of_several_ranks_that_differ_the_first_one_is_shown_with_its_own_value(
         optimizer = torch.optim.SGD(model.parameters(), lr=[0.125, 0.125, 0.25, 0.5][rank])
         st.DataParallel(model, optimizer, group=group)
 
-    with pytest.raises(RanksDisagree, match=r"found '[^']*0\.25[^']*' on rank 2 \(differing ranks: \[2, 3\]\)"):
+    with pytest.raises(
+        RanksDisagree, match=r"found '[^']*0\.25[^']*' on rank 2 \(differing ranks: \[2, 3\]\)"
+    ):
         VirtualCluster(4).run(program)

@@ -204,6 +204,31 @@ def trained(strategy: Strategy, plan: Plan | None, ranks: int, micro_batches: in
     return cluster.run(program)
 
 
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("ahead", [None, 0, 4])
+def test_an_update_says_how_long_its_batches_were_waited_for(ratio: float, ahead: int | None) -> None:
+    """A plain loader and an echo that does not read ahead are waited for whole; one that does, for what is left."""
+
+    def program(rank: int, group: VirtualGroup) -> list[float]:
+        model = torch.nn.Linear(8, 8)
+        store = VirtualStore(
+            itertools.repeat(torch.ones(2, 8)), group, itertools.repeat(ratio * STEP_NS / 1e9)
+        )
+        loader: Any = store if ahead is None else EchoLoader(store, Even(1), options=EchoOptions(ahead=ahead))
+        waits = []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with DataParallel(model, optimizer, micro_batches=2, group=group) as parallel:
+            for batch in itertools.islice(parallel.feed(loader), 16):
+                if update := parallel.backward(model(batch).square().mean()):
+                    waits.append(update.wait_seconds)
+            parallel.finish()
+        return waits
+
+    (waits,) = VirtualCluster(1, compute=Compute(micro_batch_ns=STEP_NS), seed=1).run(program).values
+    expected = 2 * (max(ratio - 1, 0.0) if ahead else ratio) * STEP_NS / 1e9
+    assert waits[1:] == pytest.approx([expected] * 7, abs=1e-9)
+
+
 @pytest.mark.parametrize("strategy", [DDP(), ZeRO1(), ACCO(), LocalSGD(0.5)], ids=lambda one: one.name)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_ranks_over_irregular_stores_train_as_on_a_cached_batch(strategy: Strategy, ranks: int) -> None:
