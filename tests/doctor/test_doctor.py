@@ -13,11 +13,12 @@ from torch import Tensor
 from torch import distributed as dist
 
 from stretto.errors import ConfigError
+from stretto.groups import SoloGroup
 from stretto_lab.cli import main
 from stretto_lab.doctor import Examination, Report, examine
 from stretto_lab.doctor.device import LARGE_OPERATORS, OPERATORS, Operator, repeat, write_and_read
 from stretto_lab.doctor.examination import Subject
-from stretto_lab.doctor.network import Network
+from stretto_lab.doctor.network import COLLECTIVES, CollectiveResult, Network
 from stretto_lab.faults import Fault, FaultPlan, FaultyGroup
 from stretto_lab.faults.injector import Injector
 from stretto_lab.faults.plan import WireSite
@@ -110,6 +111,14 @@ def test_a_healthy_machine_passes_and_every_link_is_measured() -> None:
         "all-to-all",
         "broadcast",
     }
+
+
+def test_a_round_runs_every_collective_once_and_counts_so() -> None:
+    network = Network(SoloGroup(), torch.device("cpu"))
+    results = {name: CollectiveResult() for name in COLLECTIVES}
+    for index in range(3):
+        network.check_collectives(index, results)
+    assert {(one.rounds, one.damaged) for one in results.values()} == {(3, 0)}
 
 
 def test_links_between_devices_are_measured_beside_those_of_hosts() -> None:
