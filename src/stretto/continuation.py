@@ -324,9 +324,11 @@ class Continuation:
             sharded.values(sums, piece).copy_(entry.run(piece.slot.offset + piece.offset, piece.numel))
         names = [slot.name for slot in self._state.slots]
         buffers = self.job.model.statistics.names
+        # Reports of the first releases do not say which samples are at their first use.
+        told = [{"fresh_samples": record["samples"], **record} for record in described["records"]]
         records = [
             RoundReport.pack(_rank_report(members, names, len(buffers), goes_on=goes_on))
-            for members in self._deal(described["records"])
+            for members in self._deal(told)
         ]
         means = described["statistics"].items()
         statistics = {buffers.index(name): at(mean, self._device) for name, mean in means}

@@ -127,8 +127,9 @@ class DriftingReplica(AgreedReplica):
             counts = state["counts"]
             gap, self.interval = counts["rounds"], counts["interval"]
             self.agreement.resume(Alike.DRIFTING if gap else Alike.UNITED, gap)
-            if self._probe is not None and counts["probe"] is not None:
-                self._probe.load_state_dict(counts["probe"])
+            probe = counts.get("probe")  # the first releases measured in another way
+            if self._probe is not None and probe is not None:
+                self._probe.load_state_dict(probe)
 
     # Performers
 
