@@ -276,6 +276,29 @@ def test_a_folder_without_room_is_said_with_what_is_missing_and_the_job_can_go_o
         )
 
 
+def test_a_folder_that_is_removed_while_a_job_trains_comes_again(tmp_path: Path) -> None:
+    """Some systems tidy up what lies in the memory of a machine."""
+
+    def program(rank: int, group: VirtualGroup) -> None:
+        parts, folder = Built(), tmp_path / str(rank)
+        parallel = st.DataParallel(parts.model, parts.optimizer, st.ZeRO1(), group=group)
+        local = st.LocalCheckpoints(folder, every=1, machine=str(rank))
+        local.go_on(parallel)
+        with parallel:
+            for number in range(8):
+                if number in (2, 5) and rank == number % 2:
+                    shutil.rmtree(folder)
+                inputs, targets = batch_of(number)
+                parallel.backward((parts.model(inputs) - targets).square().mean())
+                local.keep(parallel)
+            parallel.finish()
+
+    VirtualCluster(2).run(program)
+    job = Job(tmp_path)
+    # Two states, of which the last one's copy is still on its way.
+    assert {len(job.files(str(rank))) for rank in range(2)} == {3}
+
+
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="no folder for states of this machine"):
@@ -283,5 +306,7 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
 
 
 def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="folder: expected the path of a folder, found 3"):
+        st.LocalCheckpoints(3)  # type: ignore[arg-type]  # what is refused
     with pytest.raises(ConfigError, match="every=0: expected a number of updates, from 1"):
         st.LocalCheckpoints(tmp_path, every=0)

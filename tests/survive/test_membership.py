@@ -333,6 +333,22 @@ def test_who_leaves_takes_no_share_along_and_all_that_wish_to_get_away() -> None
         assert rounds <= 3
 
 
+def test_a_copy_lies_on_another_machine_where_there_is_one_and_none_has_many() -> None:
+    """Machines of any size in any order; of equal size node by node, as launchers number them; and those shuffled."""
+    for seed in range(300):
+        rng = random.Random(seed)
+        machines = [rng.choice("abcd") for _ in range(rng.randint(2, 24))]
+        to = buddies(machines)
+        assert all(other != rank for rank, other in enumerate(to))
+        if len(set(machines)) > 1:
+            assert all(machines[other] != machines[rank] for rank, other in enumerate(to))
+        each = rng.randint(1, 6)
+        alike = [name for name in "abcdef"[: rng.randint(2, 6)] for _ in range(each)]
+        assert sorted(buddies(alike)) == list(range(len(alike)))
+        rng.shuffle(alike)
+        assert max(map(buddies(alike).count, range(len(alike)))) <= 2
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -4,6 +4,7 @@
 |---|---|---|
 | rank, ranks | `RANK`, `WORLD_SIZE` | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` |
 | the same among the ranks of a node | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | `SLURM_LOCALID`, `SLURM_STEP_TASKS_PER_NODE` |
+| the node | `GROUP_RANK` | `SLURM_NODEID` |
 | where rank 0 listens | `MASTER_ADDR`, `MASTER_PORT` | the same, set by the batch script |
 """
 

@@ -34,7 +34,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._make()
         except OSError as error:
             raise CheckpointError(
                 f"{path}: no folder for states of this machine ({error.strerror})"
@@ -66,6 +66,7 @@ class Folder:
         """
         path = self.path / share.name(generation, owner)
         try:
+            self._make()  # what looks after `/dev/shm` may have removed it
             descriptor, part = tempfile.mkstemp(suffix=_PART, dir=self.path)
             try:
                 with os.fdopen(descriptor, "wb") as file:
@@ -83,6 +84,9 @@ class Folder:
                 f"{free:,.3f} MB of {whole:,.3f} MB are free. A rank needs room for six shares; give a container more "
                 "(docker run --shm-size), or name another folder"
             ) from error
+
+    def _make(self) -> None:
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def drop(self, generation: Generation, owner: int, share: Share) -> None:
         """Remove a share; who has mapped it can still read it."""

@@ -8,12 +8,12 @@ are started again. What they go on from lies in a folder of each machine, in its
 import logging
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from stretto.checkpoint.load import Restored
 from stretto.checkpoint.ranks import check_job
 from stretto.continuation import Loader
+from stretto.disk import folder_of
 from stretto.errors import ConfigError, OutOfTurn, TornCheckpoint
 from stretto.fields import is_count, shown
 from stretto.groups import own_machine
@@ -49,7 +49,7 @@ class LocalCheckpoints:
             under torchrun or srun.
 
     Raises:
-        ConfigError: `every` is no number of updates.
+        ConfigError: `folder` is no path, or `every` no number of updates.
         CheckpointError: The folder cannot be made.
     """
 
@@ -58,7 +58,7 @@ class LocalCheckpoints:
     ) -> None:
         if every is not None and not is_count(every, minimum=1):
             raise ConfigError(f"every={shown(every)}: expected a number of updates, from 1")
-        self._folder = Folder(Path(folder))
+        self._folder = Folder(folder_of(folder, "folder"))
         self._every = every
         self._memory = Memory(machine or own_machine(), is_first=True, folder=self._folder)
         self._keeping: Keeping | None = None

@@ -269,7 +269,7 @@ class Term:
         """Return the seats of those that go on from a state.
 
         Args:
-            by_rank: Every rank's machine, and what it has `asked for`.
+            by_rank: Of every rank, its machine, and what its `_asked_for` has returned.
         """
         leaving = may_leave(
             [machine for machine, _ in by_rank],

@@ -268,7 +268,8 @@ def checkpoints_of(run: RunConfig[TaskT]) -> Path:
 
 def _newest_step(run: RunConfig[TaskT]) -> int:
     """Return after how many updates the newest checkpoint on the disk was taken; 0 where there is none."""
-    return max(map(checkpoint.step_of, checkpoint.newest_first(checkpoints_of(run))[:1]), default=0)
+    paths = checkpoint.newest_first(checkpoints_of(run))
+    return checkpoint.step_of(paths[0]) if paths else 0
 
 
 def _savable(parallel: Handle) -> DataParallel:
