@@ -20,14 +20,14 @@ LAWS := tests/strategies tests/flat tests/fields tests/checksums tests/style $(a
 	exchange/test_exchange.py exchange/test_wires.py groups/test_collectives.py guards/test_protocol.py local/test_algorithm.py \
 	optimizer/test_preview.py optimizer/test_step.py paft/test_average.py plan/test_links.py switching/test_door.py)
 
-.PHONY: setup train check test laws types layers site behaviour format clean
+.PHONY: setup train check test test-all laws types layers site behaviour format clean
 
 setup: $(READY)
 
 train: $(READY)
 	$(BIN)/stretto train stdlib-gpt $(ARGS)
 
-# For every commit; `make test` is for everything.
+# For every commit; `make test` holds every law, with a quarter of its draws.
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -37,6 +37,11 @@ test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@$(MAKE) --no-print-directory --jobs 2 behaviour types layers site  # mypy alone would leave a core idle
+
+# Every draw and everything that runs long, from seeds of the day on: each night, and before a release.
+test-all: export STRETTO_TESTS = all
+test-all: export STRETTO_FIRST_SEED ?= $(shell date +%y%j)00
+test-all: test
 
 types: $(READY)
 	$(BIN)/mypy

@@ -5,9 +5,12 @@ import os
 import random
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from tests.draws import EVERYTHING, FIRST_SEED
 
 SOURCES = Path(__file__).resolve().parent.parent / "src"
 LAUNCHER_PREFIXES = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "SLURM_")
@@ -31,8 +34,29 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # What takes seconds to import is imported in hooks and fixtures: a process that only deals tests to others needs none.
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run what takes long in few tests first, so that no process works alone at the end; else the order of folders."""
+def pytest_report_header() -> str | None:
+    """Say which seeds the laws draw, so that a failure can be repeated."""
+    return f"laws draw all their cases from STRETTO_FIRST_SEED={FIRST_SEED} on" if EVERYTHING else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the cases that are marked `long` to `make test-all`, and run few long ones before many short ones.
+
+    Of a function that is marked `long(keep=1)` the first case stays.
+    """
+    kept: Counter[str] = Counter()
+    late = []
+    for item in items:
+        mark = None if EVERYTHING else item.get_closest_marker("long")
+        if mark is not None:
+            function = item.nodeid.partition("[")[0]
+            kept[function] += 1
+            if kept[function] > mark.kwargs.get("keep", 0):
+                late.append(item)
+    if late:
+        config.hook.pytest_deselected(items=late)
+        gone = set(late)
+        items[:] = [item for item in items if item not in gone]
     items.sort(key=lambda item: item.path.relative_to(SOURCES.parent / "tests").parts[0] not in SLOW)
 
 

@@ -15,6 +15,7 @@ from stretto import checkpoint
 from stretto.engine.state import JobState
 from stretto.errors import CheckpointError
 from stretto_lab.virtual import VirtualCluster
+from tests.draws import draws
 
 KINDS = ("tensor", "scalar tensor", "number", "text", "none", "bytes")
 
@@ -123,7 +124,7 @@ def test_settings_and_extra_states_come_back_as_they_were_and_training_goes_on_t
     world_size: int, tmp_path: Path
 ) -> None:
     def program(rank: int, group: dist.ProcessGroup) -> None:
-        for seed in range(50):
+        for seed in draws(50):
             folder = tmp_path / f"{world_size}-{seed}"
             parallel = job(seed, group)
             train(parallel, seed, range(3))

@@ -6,7 +6,7 @@ import pytest
 
 from stretto import ACCO, DDP, DPU, WeightPrediction, ZeRO1
 from stretto.errors import ConfigError
-from stretto.strategies import Strategy
+from stretto.strategies import STRATEGIES, Strategy
 from stretto.strategies.contract import AllReduce, Gather, Look, Reduce, Script, Step
 from stretto.strategies.ledger import ledger_of
 
@@ -100,3 +100,13 @@ class Moody(Odd):
 def test_strategy_whose_updates_differ_is_refused() -> None:
     with pytest.raises(ConfigError, match="every update must ask for the same effects"):
         ledger_of(Moody(()))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_equal_strategies_are_read_off_once(name: str) -> None:
+    first, second = (ledger_of(STRATEGIES[name]()) for _ in range(2))
+    assert first is second
+
+
+def test_a_strategy_without_a_hash_has_a_ledger_too() -> None:
+    assert ledger_of(Odd(["reduce", "step", "gather"])) == ledger_of(Odd(("reduce", "step", "gather")))

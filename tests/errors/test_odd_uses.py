@@ -19,6 +19,7 @@ import stretto as st
 from stretto import checkpoint
 from stretto.errors import Finished, StrettoError
 from stretto.strategies import STRATEGIES as EVERY
+from tests.draws import FIRST_SEED, draws
 from tests.processes import run_ranks
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
@@ -256,11 +257,18 @@ def test_odd_arguments_end_well_or_in_an_error_of_the_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    check(odd_calls(300, seed=0), rank=0)
+    check(odd_calls(len(draws(300)), seed=FIRST_SEED), rank=0)
 
 
 def of_two_ranks(rank: int) -> None:
-    check([case for case in odd_calls(80, seed=1) if not case[0].startswith("DataParallel")], rank)
+    check(
+        [
+            case
+            for case in odd_calls(len(draws(80)), seed=FIRST_SEED + 1)
+            if not case[0].startswith("DataParallel")
+        ],
+        rank,
+    )
 
 
 def test_on_two_ranks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import stretto as st
 from stretto import checkpoint
 from stretto.errors import Finished, StrettoError
+from tests.draws import FIRST_SEED, draws
 from tests.processes import run_ranks
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
@@ -435,19 +436,22 @@ def check_plain(case: Sequence, folder: Path) -> bool:
 
 
 def test_calls_that_a_plain_loop_has_too_come_to_what_it_comes_to(tmp_path: Path) -> None:
-    cases = plain_sequences(160, seed=0)
+    cases = plain_sequences(len(draws(160)), seed=FIRST_SEED)
     ended = [check_plain(case, tmp_path / str(index)) for index, case in enumerate(cases)]
     assert sum(ended) > len(cases) / 3
 
 
 def test_calls_out_of_order_end_well_or_in_one_line(tmp_path: Path) -> None:
     """Some come from inside the job's own calls: its hooks, callbacks, loaders and schedules."""
-    for index, case in enumerate(odd_sequences(200, seed=1)):
+    for index, case in enumerate(odd_sequences(len(draws(200)), seed=FIRST_SEED + 1)):
         check(case, tmp_path / str(index))
 
 
 def of_two_ranks(rank: int, folder: str) -> None:
-    cases = [*odd_sequences(40, seed=2), *plain_sequences(20, seed=3)]
+    cases = [
+        *odd_sequences(len(draws(40)), seed=FIRST_SEED + 2),
+        *plain_sequences(len(draws(20)), seed=FIRST_SEED + 3),
+    ]
     for index, case in enumerate(cases):
         check(case, Path(folder, str(index)), rank)
 

@@ -14,6 +14,7 @@ import stretto
 from stretto import ACCO, DDP, DPU, LocalSGD, WeightPrediction, ZeRO1
 from stretto.errors import ConfigError, GradientsTouched, ParametersTouched, UnsupportedOptimizer
 from stretto.strategies import Strategy
+from tests.draws import FIRST_SEED, draws
 
 EVERY = pytest.mark.parametrize(
     "strategy", [ZeRO1(), DDP(), ACCO(), DPU(), WeightPrediction(), LocalSGD(0.5)], ids=lambda one: one.name
@@ -67,9 +68,9 @@ def train(strategy: Strategy, seed: int, ways: list[str]) -> list[Tensor]:
 
 @EVERY
 def test_an_average_swapped_in_and_out_of_a_settled_model_leaves_no_trace(strategy: Strategy) -> None:
-    draws = random.Random(0)
-    for seed in range(17):
-        ways = [draws.choice(["copy_", "load_state_dict", ".data"]) for _ in range(2)]
+    draw = random.Random(FIRST_SEED)
+    for seed in draws(17):
+        ways = [draw.choice(["copy_", "load_state_dict", ".data"]) for _ in range(2)]
         if "load_state_dict" in ways:
             ways = ["load_state_dict"]  # which alone brings buffers back
         assert all(map(torch.equal, train(strategy, seed, ways), train(strategy, seed, []))), (seed, ways)
@@ -121,11 +122,11 @@ class Chain(nn.Module):
 
 
 def test_gradients_that_an_autograd_function_writes_count_as_in_a_plain_loop() -> None:
-    draws = random.Random(0)
-    for seed in range(100):
+    draw = random.Random(FIRST_SEED)
+    for seed in draws(100):
         torch.manual_seed(seed)
-        fused = [draws.random() < 0.5 for _ in range(draws.randint(1, 4))]
-        weight, allow = draws.choice([1.0, 2.0, 0.25]), draws.random() < 0.5
+        fused = [draw.random() < 0.5 for _ in range(draw.randint(1, 4))]
+        weight, allow = draw.choice([1.0, 2.0, 0.25]), draw.random() < 0.5
         model = Chain(fused)
         plain = copy.deepcopy(model)
         optimizer = sgd(plain)
@@ -135,7 +136,7 @@ def test_gradients_that_an_autograd_function_writes_count_as_in_a_plain_loop() -
                 optimizer.step()
                 optimizer.zero_grad()
         options = stretto.Options(allow_unused=allow)
-        strategy = draws.choice([ZeRO1(), DDP()])
+        strategy = draw.choice([ZeRO1(), DDP()])
         parallel = stretto.DataParallel(model, sgd(model), strategy, micro_batches=2, options=options)
         for batch in parallel.feed(batches(seed, 6)):
             parallel.backward(model(batch), weight=weight)
@@ -171,7 +172,7 @@ class Siamese(nn.Module):
 def test_a_target_that_moves_through_data_under_guards_ends_the_job_with_what_to_write(
     width: int, strategy: Strategy
 ) -> None:
-    for seed in range(17):
+    for seed in draws(17):
         torch.manual_seed(seed)
         model = Siamese(width)
         parallel = stretto.DataParallel(model, sgd(model), strategy, guards="standard")
@@ -193,12 +194,12 @@ def test_parameters_clipped_through_data_under_guards_end_the_job_with_what_to_w
     strategy: Strategy,
 ) -> None:
     """Every round would be left out, and nothing trained."""
-    draws = random.Random(strategy.name)
-    for seed in range(34):
+    draw = random.Random(strategy.name)
+    for seed in draws(34):
         model = network(seed)
         parallel = stretto.DataParallel(model, sgd(model), strategy, micro_batches=2, guards="standard")
-        chosen = draws.sample([p for p in model.parameters() if p.ndim == 2], draws.choice([1, 2]))
-        way = draws.choice(
+        chosen = draw.sample([p for p in model.parameters() if p.ndim == 2], draw.choice([1, 2]))
+        way = draw.choice(
             [lambda p: p.data.clamp_(-0.1, 0.1), lambda p: p.data.mul_(0.9), lambda p: p.data[0].zero_()]
         )
 
@@ -241,12 +242,12 @@ def test_hooks_see_what_a_round_has_accumulated_of_each_gradient() -> None:
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "a part"])
 def test_scripted_models_train_like_others(strategy: Strategy, whole: bool) -> None:
     def trained(seed: int, is_scripted: bool) -> list[Tensor]:
-        draws = random.Random(seed)
+        draw = random.Random(seed)
         torch.manual_seed(seed)
-        widths = [3, *(draws.randint(1, 6) for _ in range(draws.randint(1, 3))), 2]
-        kinds = [(nn.Linear(*pair), draws.choice([nn.Tanh, nn.Softplus])()) for pair in pairwise(widths)]
+        widths = [3, *(draw.randint(1, 6) for _ in range(draw.randint(1, 3))), 2]
+        kinds = [(nn.Linear(*pair), draw.choice([nn.Tanh, nn.Softplus])()) for pair in pairwise(widths)]
         model: Any = nn.Sequential(*(layer for kind in kinds for layer in kind))
-        scripted = draws.randrange(len(model))
+        scripted = draw.randrange(len(model))
         if is_scripted and whole:
             model = torch.jit.script(model)
         elif is_scripted:
@@ -257,7 +258,7 @@ def test_scripted_models_train_like_others(strategy: Strategy, whole: bool) -> N
         parallel.finish()
         return [value.detach() for value in model.state_dict().values()]
 
-    for seed in range(9):
+    for seed in draws(9):
         for own, other in zip(trained(seed, True), trained(seed, False), strict=True):
             torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)  # scripted code may fuse
 

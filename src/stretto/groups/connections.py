@@ -10,13 +10,14 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import socket
 import stat
+import sys
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
-_CONNECTED, _LISTENING = "01", "0A"
-"""States of a socket in Linux's tables."""
-_TABLES = ("tcp", "tcp6")
+_CONNECTED = 1
+"""TCP_ESTABLISHED of Linux, the first byte of TCP_INFO."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,41 +41,43 @@ class Connection:
 
 def connections() -> set[Connection]:
     """Return the TCP connections of this process; none where the system is not Linux."""
-    own = _own_sockets()
-    return {
-        Connection(
-            own[inode], inode, hashlib.blake2b("-".join(sorted(ends)).encode(), digest_size=8).hexdigest()
-        )
-        for inode, state, *ends in _sockets()
-        if inode in own and state == _CONNECTED
-    }
+    found = set()
+    for inode, descriptor, one in _own_sockets():
+        with contextlib.suppress(OSError):  # not connected, or closed meanwhile
+            if one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _CONNECTED:
+                ends = sorted(map(_text, (one.getsockname(), one.getpeername())))
+                name = hashlib.blake2b("-".join(ends).encode(), digest_size=8).hexdigest()
+                found.add(Connection(descriptor, inode, name))
+    return found
 
 
 def listens_at(port: int) -> bool:
     """Return whether this process waits for connections at `port`; False where the system is not Linux."""
-    own = _own_sockets()
     return any(
-        inode in own and state == _LISTENING and int(local.rpartition(":")[2], 16) == port
-        for inode, state, local, _ in _sockets()
+        bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) and one.getsockname()[1] == port
+        for _, _, one in _own_sockets()
     )
 
 
-def _own_sockets() -> dict[int, int]:
-    """Return this process's descriptors of sockets, by inode."""
-    found = {}
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # closed meanwhile
-                status = os.fstat(int(name))
-                if stat.S_ISSOCK(status.st_mode):
-                    found[status.st_ino] = int(name)
-    return found
+def _text(end: Any) -> str:
+    """Return an address and a port as both ends write them, whatever their interfaces are called."""
+    return f"{end[0].partition('%')[0].removeprefix('::ffff:')} {end[1]}"
 
 
-def _sockets() -> Iterator[tuple[int, str, str, str]]:
-    """Yield inode, state, own address and the other end's of every TCP socket of the system."""
-    for table in _TABLES:
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
-                _, local, remote, state, _, _, _, _, _, inode, *_ = line.split()
-                yield int(inode), state, local, remote
+def _own_sockets() -> Iterator[tuple[int, int, socket.socket]]:
+    """Yield inode, descriptor and a copy of every TCP socket of this process.
+
+    Linux walks through the table of the whole machine, 15 ms or more, however few sockets a process has.
+    """
+    if sys.platform != "linux":
+        return
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                blocking = os.get_blocking(int(name))
+                with socket.socket(fileno=os.dup(int(name))) as one:
+                    # Where the program has set a default time-out, Python has just changed the connection itself.
+                    os.set_blocking(one.fileno(), blocking)
+                    if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                        yield status.st_ino, int(name), one

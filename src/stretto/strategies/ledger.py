@@ -1,6 +1,7 @@
 """The ledger: runs a strategy's coroutine without performing anything, and adds up what it asks for."""
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -146,7 +147,7 @@ class Ledger:
 
 
 def ledger_of(strategy: Strategy) -> Ledger:
-    """Return the strategy's ledger.
+    """Return the strategy's ledger, which is read off once for equal strategies.
 
     Raises:
         ConfigError: Updates differ from each other, do not start with a reduction, or mix sharded and
@@ -156,6 +157,19 @@ def ledger_of(strategy: Strategy) -> Ledger:
         raise ConfigError(
             f"a ledger of {strategy!r}: expected one strategy; of several that take turns, look at each by itself"
         )
+    # A strategy of one's own may hold a list, and so have no hash.
+    return _read_off_once(strategy) if _has_hash(strategy) else _read_off(strategy)
+
+
+def _has_hash(strategy: Strategy) -> bool:
+    try:
+        hash(strategy)
+    except TypeError:
+        return False
+    return True
+
+
+def _read_off(strategy: Strategy) -> Ledger:
     runs = [_dry_run(strategy, Moment(0, 1, drains=True))]
     if Launch not in map(type, runs[0]) and Local in map(type, runs[0]):
         raise ConfigError(
@@ -208,6 +222,9 @@ def ledger_of(strategy: Strategy) -> Ledger:
         keeps_progress=any(effect.keeps_progress for effect in launches),
         outer_steps=outer_steps / num_updates,
     )
+
+
+_read_off_once = functools.lru_cache(256)(_read_off)
 
 
 def _is_mean(effect: Effect) -> bool:

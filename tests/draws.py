@@ -1,0 +1,14 @@
+"""How many random cases of a law are tried: a quarter at each change; all of them, with other seeds, each night."""
+
+import os
+
+EVERYTHING = os.environ.get("STRETTO_TESTS") == "all"
+FIRST_SEED = int(os.environ.get("STRETTO_FIRST_SEED", "0"))
+
+
+def draws(most: int, least: int = 2) -> range:
+    """Return the seeds of a law: `most` of them in `make test-all`, else a quarter, but `least` at the least.
+
+    `make test-all` begins at a seed of the day. Pytest prints it first, and `STRETTO_FIRST_SEED` repeats it.
+    """
+    return range(FIRST_SEED, FIRST_SEED + (most if EVERYTHING else max(least, most // 4)))
