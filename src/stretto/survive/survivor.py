@@ -43,7 +43,7 @@ _FRUITLESS = 3
 """Terms in a row with the same members that have brought no update; then the job ends with the error."""
 
 
-def survives(  # noqa: PLR0913  # where the process stands, and how often the state is kept
+def survives(
     train: Callable[[Term], T],
     *,
     store: str | Store,

@@ -51,7 +51,7 @@ class Choice:
         return self.arm.settings.get("ranks_per_node")
 
 
-def choose(  # noqa: PLR0913  # what a choice depends on, each by its own name
+def choose(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     loss_function: Callable[[nn.Module, Any], Tensor],

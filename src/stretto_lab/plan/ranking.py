@@ -204,7 +204,7 @@ class Ranking:
         return "waits" if other.exposed_seconds > ALIKE * other.seconds else "computes more"
 
 
-def rank_by_time(  # noqa: PLR0913  # what a choice depends on, each by its own name
+def rank_by_time(
     machine: Machine,
     *,
     micro_batches: int,

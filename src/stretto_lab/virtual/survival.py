@@ -32,7 +32,7 @@ class Died(BaseException):
     """Raised in a program, it ends the process of its rank there: the others are told nothing."""
 
 
-def survive(  # noqa: PLR0913  # where, and what a real run is told of its machines
+def survive(
     cluster: VirtualCluster,
     train: Callable[[Term], T],
     *,
@@ -78,7 +78,7 @@ def survive(  # noqa: PLR0913  # where, and what a real run is told of its machi
 class Survival(Generic[T]):
     """One run: its processes, and what they have agreed on. The arguments are those of `survive`."""
 
-    def __init__(  # noqa: PLR0913  # those of `survive`
+    def __init__(
         self,
         cluster: VirtualCluster,
         train: Callable[[Term], T],
