@@ -38,6 +38,7 @@ class BehindWork(Work):
 class BehindGroup(WrappedGroup):
     """A group whose works order streams, on a device that is busy with the backward pass."""
 
+    may_wait_again = True
     orders_streams = True
     is_in_backward = False
 

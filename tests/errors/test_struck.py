@@ -94,6 +94,8 @@ def drawn(seed: int, **chosen: Any) -> Strike:
 class Struck(WrappedGroup):
     """A group in which it happens."""
 
+    may_wait_again = True
+
     def __init__(self, strike: Strike, shared: dist.Store) -> None:
         inner = (
             NcclLikeGroup() if strike.is_nccl_like else private_group(dist.group.WORLD, timeout_seconds=NEVER)

@@ -18,6 +18,8 @@ WIDTHS = (1, 511, 512, 513, 1100)
 class Recording(WrappedGroup):
     """Notes the bytes of every broadcast."""
 
+    may_wait_again = True
+
     def __init__(self) -> None:
         super().__init__(private_group(dist.group.WORLD), None, "recording")
         self.broadcasts: list[int] = []

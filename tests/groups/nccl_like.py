@@ -82,7 +82,6 @@ class NcclLikeGroup(WrappedGroup):
         super().__init__(inner(), None, NCCL_LIKE)
         self._make_inner = inner
         self.is_aborted = False
-        self.may_wait_again = False
 
     def perform(self, call: Call) -> dist.Work:
         """Start a collective; an aborted group starts none."""

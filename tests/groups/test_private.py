@@ -1,6 +1,7 @@
 import os
 import random
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from stretto.groups import LeavableGroup
 from stretto.groups.collective_group import SoloGroup
 from stretto.groups.private import part_of, private_group, ranks_of, release, retire
 from stretto.groups.throttled import ThrottledGroup, register_throttled
-from stretto.groups.wrapped import WrappedGroup
+from stretto.groups.wrapped import WrappedGroup, register_over_gloo
 from stretto.link import Link
 from tests.processes import run_ranks
 
@@ -63,6 +64,49 @@ def over_a_part(rank: int) -> list[float]:
 
 def test_a_private_group_over_a_part_needs_only_its_ranks() -> None:
     assert run_ranks(3, over_a_part) == [[2.0, 0.0] * 3, [], [2.0, 1.0] * 3]
+
+
+class SplitGroup(WrappedGroup):
+    """A group that is made as NCCL's: beside a default group with a device, all ranks of that have to call.
+
+    Source: `_new_process_group_helper` of PyTorch, which then has NCCL split the default group's communicator.
+    """
+
+    may_wait_again = True
+
+    def __init__(self, gloo: dist.ProcessGroup, store: dist.Store) -> None:
+        super().__init__(gloo, store, "splits")
+        if dist.is_initialized() and (world := dist.group.WORLD).bound_device_id:
+            everyone = world.get_group_store()
+            number = everyone.add(f"splits of {world.rank()}", 1)
+            everyone.set(f"split {number} of {world.rank()}", "")
+            everyone.wait([f"split {number} of {rank}" for rank in range(world.size())], timedelta(seconds=5))
+
+    def _get_backend(self, device: torch.device) -> "SplitGroup":
+        return self
+
+    supports_splitting = False
+
+
+def register_splits() -> None:
+    register_over_gloo("splits", SplitGroup)
+
+
+def over_a_part_beside_a_device(rank: int) -> list[float]:
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+    found = []
+    for ranks in ([0, 2], [0, 1, 2], [0, 1], [1, 2], [2], [0, 1, 2]):
+        if rank in ranks:
+            tensor = torch.full((4,), float(rank))
+            private_group(ranks=ranks, timeout_seconds=20).allreduce([tensor]).wait()
+            found.append(tensor.mean().item())
+    assert dist.group.WORLD.bound_device_id == torch.device("cuda", 0)
+    return found
+
+
+def test_a_part_of_a_default_group_with_a_device_needs_only_its_ranks() -> None:
+    found = run_ranks(3, over_a_part_beside_a_device, backend="splits", prepare=register_splits)
+    assert found == [[2.0, 3.0, 1.0, 3.0], [3.0, 1.0, 3.0, 3.0], [2.0, 3.0, 3.0, 2.0, 3.0]]
 
 
 def halves(rank: int) -> list[tuple[float, bool, list[int]]]:

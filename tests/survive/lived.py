@@ -149,6 +149,8 @@ class Struck(WrappedGroup):
         moments: Of the process: what happens, after so many collectives have begun.
     """
 
+    may_wait_again = True
+
     def __init__(self, inner: dist.ProcessGroup, moments: "Moments") -> None:
         super().__init__(inner, None, "struck")
         self._moments = moments

@@ -216,6 +216,8 @@ class Process(Membership):
 class Struck(WrappedGroup):
     """A group of a process that may be struck; what it sends is 666 once it should be out."""
 
+    may_wait_again = True
+
     def __init__(self, inner: dist.ProcessGroup, process: Process, term: int) -> None:
         super().__init__(inner, None, "struck")
         self._process, self._term = process, term

@@ -17,6 +17,8 @@ from stretto.groups.private import private_group
 class Spoiled(CollectiveGroup):
     """Passes everything on to an inner group."""
 
+    may_wait_again = True
+
     def __init__(self, inner: dist.ProcessGroup) -> None:
         super().__init__(inner.rank(), inner.size())
         self.inner = inner

@@ -29,8 +29,9 @@ class CollectiveGroup(dist.ProcessGroup):
         description: What the group is for.
     """
 
-    may_wait_again: bool = True
-    """Whether a wait that times out leaves its work as it was. One that ends the group, as NCCL's does, says False."""
+    may_wait_again: bool = False
+    """Whether a wait that times out leaves its work as it was, as Gloo's does. NCCL's ends the group, so a group that
+    does not say is never waited for with a timeout."""
     orders_streams: bool | None = None
     """Whether a wait without a timeout orders streams, and lets the host go on at once; None where it is as with the
     group below, if there is one."""
@@ -118,6 +119,8 @@ class SoloGroup(CollectiveGroup):
     Raises:
         CommunicationError: by a collective whose output does not fit its input.
     """
+
+    may_wait_again = True
 
     def __init__(self) -> None:
         super().__init__(0, 1)

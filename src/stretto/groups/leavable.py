@@ -81,6 +81,8 @@ class LeavableGroup(WrappedGroup):
         CommunicationError: Not all came within `MEET_SECONDS`.
     """
 
+    may_wait_again = True
+
     def __init__(
         self,
         store: Store,
@@ -186,6 +188,8 @@ def part_store(store: Store, members: Sequence[int], number: int) -> Store:
 
 class _LeftGroup(CollectiveGroup):
     """What is there in the place of a group that was left."""
+
+    may_wait_again = True
 
     def perform(self, call: Call) -> dist.Work:
         """Refuse.

@@ -249,11 +249,19 @@ def named_group(
     """
     c10d = dist.distributed_c10d
     default, own = c10d._get_default_group(), ranks.index(rank)
+    device = default.bound_device_id
+    # A default group with a device has NCCL split its communicator, for which all its ranks must call: a part of them
+    # makes a communicator of its own instead.
+    inherited = device if len(ranks) == default.size() else None
     group: dist.ProcessGroup
-    group, _ = c10d._new_process_group_helper(
-        len(ranks), own, ranks, dist.Backend(backend), c10d._get_default_store(), GroupName(name),
-        timeout=timeout, device_id=default.bound_device_id,
-    )  # fmt: skip
+    default.bound_device_id = inherited
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(ranks), own, ranks, dist.Backend(backend), c10d._get_default_store(), GroupName(name),
+            timeout=timeout, device_id=inherited,
+        )  # fmt: skip
+    finally:
+        default.bound_device_id = device
     c10d._world.pg_group_ranks[group] = {other: index for index, other in enumerate(ranks)}
     return group
 

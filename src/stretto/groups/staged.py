@@ -25,6 +25,7 @@ class StagedGroup(WrappedGroup):
         inner: That one, of Gloo or behind a slow link. Ranks use it for nothing else.
     """
 
+    may_wait_again = True
     inner_device = torch.device("cpu")
     orders_streams = False
     """Whoever waits has the host wait until the collective is over."""

@@ -49,6 +49,8 @@ def register_throttled(link: Link, name: str = "throttled", address: str | None 
 class ThrottledGroup(WrappedGroup):
     """A process group over an inner one that delays completions by a wire's model and counts what is sent."""
 
+    may_wait_again = True
+
     def __init__(self, inner: dist.ProcessGroup, store: Store, wire: Wire, backend_name: str) -> None:
         super().__init__(inner, store, backend_name)
         self._wire = wire

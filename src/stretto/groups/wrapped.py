@@ -64,7 +64,7 @@ def may_wait_again(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether a wait that times out leaves the work as it was, so that it may be waited for again.
 
     So it is with Gloo. On NCCL such a wait ends the group. Of other backends of torch nothing is known, so: no. Groups
-    that are written in Python may, unless they have an attribute `may_wait_again` that says False.
+    that are written in Python say so by an attribute `may_wait_again`; without it: no.
 
     Args:
         group: Performs the collectives.
@@ -73,7 +73,7 @@ def may_wait_again(group: dist.ProcessGroup, device: torch.device) -> bool:
     if isinstance(group, WrappedGroup):
         return group.may_wait_again and may_wait_again(group.inner, group.inner_device or device)
     if type(group) is not dist.ProcessGroup:
-        return bool(getattr(group, "may_wait_again", True))
+        return bool(getattr(group, "may_wait_again", False))
     return group._get_backend(device).name() == "gloo"
 
 

@@ -56,6 +56,8 @@ class FaultyGroup(WrappedGroup):
         backend_name: The name under which torch knows it, if it does.
     """
 
+    may_wait_again = True
+
     def __init__(
         self,
         inner: dist.ProcessGroup,

@@ -24,6 +24,8 @@ class VirtualGroup(CollectiveGroup):
         time: The rank's virtual time.
     """
 
+    may_wait_again = True
+
     def __init__(self, matcher: CollectiveMatcher, time: RankTime) -> None:
         description = f"{matcher.name} of a virtual cluster"
         super().__init__(matcher.ranks.index(time.rank), len(matcher.ranks), matcher.name, description)
