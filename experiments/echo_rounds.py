@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from papers.book import difference
 
 from stretto import ACCO, DataParallel
 from stretto_lab.observe import replace_json
 from stretto_lab.recipes import StdlibGPT
-from stretto_lab.reproduce import difference
 from stretto_lab.virtual import VirtualCluster, VirtualGroup
 
 RANKS, MICRO_BATCHES, LOADS, USES = 2, 4, 64, 2

@@ -39,6 +39,7 @@ from frontier_arms import (
     WARM_UP,
     Setting,
 )
+from papers.book import Book, Interval, difference, interval
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,7 +51,6 @@ from stretto_lab.plan import Machine, price
 from stretto_lab.recipes import StdlibGPT
 from stretto_lab.recipes.optimizers import Schedule
 from stretto_lab.recipes.task import Task
-from stretto_lab.reproduce import Book, Interval, difference, interval
 from stretto_lab.train.arms import Arm, parse_arm
 from stretto_lab.virtual import VirtualCluster
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from papers.book import Book
 from torch import distributed as dist
 from torch import nn
 
@@ -35,7 +36,6 @@ from stretto.engine.round import Reduction, Round
 from stretto.machine import describe_environment
 from stretto.strategies.contract import Divergence
 from stretto_lab.observe import replace_json
-from stretto_lab.reproduce import Book
 from stretto_lab.virtual import VirtualCluster
 
 AVERAGES = 10

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from echoed_run import AXES, costs
+from papers.book import Interval, difference, interval
 from tuned_arms import Experiment, Run, Runs, final, run_all, tuned
 
 from stretto_lab.observe import replace_json
-from stretto_lab.reproduce import Interval, difference, interval
 
 
 def compared(experiment: Experiment, made: Runs, name: str) -> dict[str, Any]:

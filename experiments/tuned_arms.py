@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from echoed_run import Arm, Model, train
+from papers.book import Book
 
 from stretto.errors import NonFinite
 from stretto_lab.recipes import TaskConfig
-from stretto_lab.reproduce import Book
 
 WIDENINGS = 2
 """How often a grid of learning rates grows by one where its edge is best."""

@@ -41,7 +41,6 @@ LISTENED: Mapping[str, str] = {
     "campaign": "--faults 4 --clean-rounds 10",
     "simulate": "digits-resnet --ranks 4 --updates 3",
     "report": "runs/first --out page.html",
-    "reproduce": "--list",
     "estimate": "--ranks 8",
     "presets": "",
 }

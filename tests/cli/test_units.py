@@ -34,9 +34,7 @@ def printed(path: Path) -> Iterator[tuple[int, str]]:
 
 @pytest.mark.parametrize("path", package_files(), ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_a_text_for_users_names_no_file_of_the_repository_and_no_second_unit_of_rates(path: Path) -> None:
-    if (
-        path.suffix != ".py" or "reproduce" in path.parts
-    ):  # records cite results; docs/papers.md is made of them
+    if path.suffix != ".py":
         return
     texts = list(printed(path))
     assert [(line, text) for line, text in texts if FOLDERS.search(text)] == []

@@ -13,7 +13,6 @@ from stretto_lab.doctor import Examination
 from stretto_lab.estimate import EstimateConfig
 from stretto_lab.page import ReportConfig
 from stretto_lab.plan import PlanConfig
-from stretto_lab.reproduce import ReproduceConfig
 from stretto_lab.train.arms import parse_arms
 from stretto_lab.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
 from stretto_lab.train.demo import DemoConfig
@@ -25,7 +24,7 @@ from tests.docs.pages import ROOT, commands, links, pages, typed
 COMMANDS = [words for page in pages() if page.name != "recipes.md" for words in commands(page)]
 ALONE = {"demo": DemoConfig, "doctor": Examination, "estimate": EstimateConfig, "meet": MeetConfig}
 """The options of commands that take nothing else."""
-AFTER_NAMES = {"report": ReportConfig, "reproduce": ReproduceConfig}
+AFTER_NAMES = {"report": ReportConfig}
 """The options of commands that take folders or records before them."""
 
 
@@ -77,7 +76,6 @@ def test_the_pages_print_commands() -> None:
         "estimate",
         "campaign",
         "doctor",
-        "reproduce",
         "resume",
         "meet",
     }

@@ -14,7 +14,9 @@ from stretto_lab.recipes import RECIPES
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [
-    script for folder in ("benchmarks", "experiments") for script in sorted((ROOT / folder).glob("*.py"))
+    script
+    for folder in ("benchmarks", "experiments", "experiments/papers")
+    for script in sorted((ROOT / folder).glob("*.py"))
 ]
 
 

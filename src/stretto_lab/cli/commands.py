@@ -36,7 +36,6 @@ from stretto_lab.cli.options import (
     started,
 )
 from stretto_lab.cli.presets import PRESETS, PresetList
-from stretto_lab.cli.reproduction import reproduce_command
 from stretto_lab.cli.run_folder import command_of, run_folder
 from stretto_lab.cli.screens import (
     print_diagnosis,
@@ -53,7 +52,6 @@ from stretto_lab.page import PAGE, ReportConfig, page_of, report
 from stretto_lab.patience import fold, waiting
 from stretto_lab.plan import PlanConfig
 from stretto_lab.recipes import RECIPES, OverFiles, TaskConfig, recipe
-from stretto_lab.reproduce import ReproduceConfig
 from stretto_lab.train.arms import AUTO, parse_arm
 from stretto_lab.train.comparison import compare, diagnose_rank
 from stretto_lab.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
@@ -82,7 +80,6 @@ CONFIGURE: Mapping[str, Callable[[TaskConfig], Any]] = MappingProxyType(
         "doctor": lambda _: Examination(),
         "meet": lambda _: MeetConfig(),
         "presets": lambda _: PresetList(),
-        "reproduce": lambda _: ReproduceConfig(),
     }
 )
 """What makes the configuration of each command from a recipe's."""
@@ -108,7 +105,6 @@ def run_command(name: str, words: Sequence[str]) -> int:
         "doctor": doctor_command,
         "meet": lambda words: meet(parse_alone("meet", words, MeetConfig()), _print_line),
         "presets": presets_command,
-        "reproduce": reproduce_command,
     }
     return commands[name](words) or 0
 

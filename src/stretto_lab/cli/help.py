@@ -101,11 +101,6 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             takes="",
             basic=("workers", "seconds", "memory-megabytes", "link-megabytes", "out"),
         ),
-        "reproduce": Command(
-            summary="run the papers' tables and claims again, and judge them",
-            takes="[RECORD...]",
-            basic=("list", "seeds", "data", "scale", "out", "processes"),
-        ),
         "meet": Command(
             summary="host the store of jobs that survive the loss of ranks",
             takes="",

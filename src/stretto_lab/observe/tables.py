@@ -10,18 +10,14 @@ from stretto.errors import MissingExtra
 from stretto_lab.patience import COLUMNS, fold
 
 
-def print_table(
-    what: str, caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: int, width: int
-) -> None:
-    """Print rows of cells under headings.
+def _print_table(what: str, caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print rows of cells under headings; a terminal has a width of its own, a file 80 columns.
 
     Args:
         what: What the table is of; for the error.
         caption: Text below the table.
         headings: One per column.
         rows: Each with one cell per column.
-        left: Number of columns, from the first, that are aligned left; the others are aligned right.
-        width: Characters of a line in a file; a terminal has a width of its own.
 
     Raises:
         MissingExtra: rich is not installed.
@@ -34,13 +30,13 @@ def print_table(
         raise MissingExtra("rich", "cli", f"the table of a {what}") from error
     table = Table(caption=caption, caption_justify="left", caption_style="", box=SIMPLE_HEAD, padding=0)
     for index, heading in enumerate(headings):
-        is_left = index < left  # only the others are short enough to stay whole
+        is_left = index == 0  # only the others are short enough to stay whole
         table.add_column(
             heading, justify="left" if is_left else "right", overflow="fold", no_wrap=not is_left
         )
     for row in rows:
         table.add_row(*row)
-    Console(width=None if Console().is_terminal else width).print(table)
+    Console(width=None if Console().is_terminal else COLUMNS).print(table)
 
 
 LIMIT = "compute"
@@ -71,14 +67,12 @@ def print_comparison(runs: Sequence[Run]) -> None:
             if any(line)
         ]
     used = [index for index in range(len(headings)) if any(row[index] not in ("", "-") for row in rows)]
-    print_table(
+    _print_table(
         "comparison",
         f"Medians{_in_units(runs)}. With 1/2 after it, a number is of one run out of two.\n"
         "exposed: share of the time that waited for communication",
         [headings[index] for index in used],
         ([row[index] for index in used] for row in rows),
-        left=1,
-        width=COLUMNS,
     )
 
 
@@ -166,15 +160,13 @@ def print_demo(runs: Sequence[Run]) -> None:
         f"{incident['site']} {incident['action']}" for run in arms["all on"] for incident in run["incidents"]
     )
     repaired = ", ".join(f"{action} {count}" for action, count in done.items()) or "nothing"
-    print_table(
+    _print_table(
         "demonstration",
         f"Target: {_spread(_known(runs, 'target'), '{:.3f}'.format)[0]}, the clean run's held-out loss after two "
         f"thirds of its updates{_in_units(runs)}. > means that a run ended without reaching it.\n"
         f"Found under all on, and what became of it: {repaired}.",
         ("arm", *columns),
         rows,
-        left=1,
-        width=COLUMNS,
     )
     print(fold(_verdict(arms)))
 
@@ -242,14 +234,12 @@ def print_campaign(report: Mapping[str, Any]) -> None:
     cells: list[tuple[str, ...]] = []
     for guard, rows in by_guard.items():
         cells += [(f"Seen by {guard}:", *[""] * (len(_CAMPAIGN_HEADINGS) - 1)), *map(_campaign_cells, rows)]
-    print_table(
+    _print_table(
         "campaign",
         "Faults by what they damaged. applied: they changed bits in the guarded job; harmful: they changed the "
         "outcome of the job without guards. All other columns count applied faults.",
         _CAMPAIGN_HEADINGS,
         cells,
-        left=1,
-        width=COLUMNS,
     )
     print(f"{report['applied']} of {report['faults']} faults changed bits")
     print(f"{report['on_real_workers']} of {report['faults']} faults struck real workers")

@@ -1,0 +1,829 @@
+"""The claims of the papers: their runs are made and judged, and docs/papers.md is made from them.
+
+    python experiments/papers/claims.py --list
+    python experiments/papers/claims.py acco.heterogeneous --seeds 3
+    python experiments/papers/claims.py paft.table1 --data cifar-10-batches-bin --out cifar
+    python experiments/papers/claims.py --page
+
+A claim is a record in acco.yaml, paft.yaml or echo.yaml. Its table has a cell for every row and column: runs of
+`stretto simulate` that differ in their seed. A cell has what its row and its column say, and the column wins: `words`
+and `real` are options, here and for the paper's model on its data; `measure` is the number of a run that the table
+shows. Learning rates are chosen out of `rates`, each arm by the mean of `tuned_by`, on seeds that serve nothing else.
+A line of runs.jsonl in the folder of `--out` is kept of every run, and runs that are there are not made again.
+
+Note [The rule]
+    A claim is made of effects: numbers such as points of accuracy lost. Of each the paper says between which limits it
+    lies (`least`, `most`), and perhaps what it is. With the 95 % interval of our seeds
+
+        holds            the interval lies within the limits, and it contains the paper's number, if there is one; where
+                         that is a best case ("up to"), all of the interval is as good
+        holds in shape   the interval lies within the limits, the paper's number does not lie in it
+        does not hold    the interval lies outside of the limits
+        cannot be checked  the interval contains a limit, or there is none: too few seeds, or no runs
+
+    A record has the verdict of the effect that speaks most against it. Intervals are of paired differences or ratios,
+    seed by seed, and are not widened for the number of comparisons.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+import shlex
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import yaml
+from book import Book, Interval, interval
+
+from stretto.errors import ConfigError, CorruptionError, NonFinite
+from stretto.fields import unknown_name
+from stretto.strategies import STRATEGIES
+from stretto.strategies.ledger import ledger_of
+from stretto_lab.cli.options import parse_options
+from stretto_lab.observe import read_json_lines
+from stretto_lab.patience import SECONDS
+from stretto_lab.train.outcome import Outcome
+from stretto_lab.train.processes import results_on_workers
+from stretto_lab.train.simulation import SimulateConfig, simulate
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PAGE = ROOT / "docs" / "papers.md"
+RUNS = ROOT / "benchmarks" / "results" / "2026-11-25-papers"
+MEMORY = ROOT / "benchmarks" / "results" / "2026-11-21-memory" / "memory.json"
+TUNING_SEEDS = (100, 101)
+"""Learning rates are chosen on these; no verdict uses them."""
+Line = dict[str, Any]
+"""What is kept of a run."""
+Reading = Callable[[str, str], float]
+"""Returns the number in a row and a column: ours with one seed, or the paper's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """A number of a run."""
+
+    unit: str
+    of: Callable[[Line], float | None]
+    """Of a run's line; None where the run does not have it."""
+    digits: int = 1
+    """Behind the point, in tables."""
+
+
+def _of_whole(number: Callable[[Line], float]) -> Callable[[Line], float | None]:
+    """Return what reads a number that a run which diverged does not have."""
+    return lambda line: None if line["error"] else number(line)
+
+
+def _accuracy(line: Line) -> float | None:
+    """Return the share that is right, in percent; a run that diverged guesses nothing right."""
+    if line["error"]:
+        return 0.0
+    return None if line["accuracy"] is None else 100 * float(line["accuracy"])
+
+
+def loads_to(target: float) -> Measure:
+    """Return the fresh batches of a rank until the held-out loss falls to `target`, between evaluations on a line."""
+    return Measure(f"loads to a loss of {target:g}", lambda line: _crossing(line, target, "fresh"))
+
+
+def seconds_to(target: float) -> Measure:
+    """Return the time in which the held-out loss falls to `target`."""
+    return Measure(
+        f"s to a loss of {target:g}", lambda line: _crossing(line, target, "training_seconds"), digits=2
+    )
+
+
+def loss_at(axis: str, amount: float) -> Measure:
+    """Return the held-out loss when a run has used `amount`, a number of its curve, between evaluations on a line."""
+    word = {"step": "updates", "samples": "samples"}[axis]
+    return Measure(f"nats after {amount:g} {word}", lambda line: _value_at(line, axis, amount), digits=3)
+
+
+def divergence_over(unit: float) -> Measure:
+    """Return the squared distance of replicas at their first average, in units of σ² Σ η² of all coordinates."""
+    return Measure(
+        "σ² Σ η²",
+        lambda line: line["divergences"][0] ** 2 / unit if line["divergences"] else None,
+        digits=3,
+    )
+
+
+def held_bytes(strategy: str, ranks: int) -> Measure:
+    """Return the bytes per parameter that a rank holds, all of them in 16 bits but for the optimizer: by the ledger."""
+    chosen = STRATEGIES[strategy]()
+    held = ledger_of(chosen).memory_bytes(chosen, parameter=2, accumulation=2, world_size=ranks)
+    return Measure("bytes a parameter", lambda _: held, digits=2)
+
+
+def _crossing(line: Line, target: float, axis: str) -> float | None:
+    """Return where on an axis the line between two evaluations crosses a loss; None where it never does."""
+    before = None
+    for point in line["curve"]:
+        loss = point["heldout_loss"]
+        if loss is None or not math.isfinite(loss):
+            before = None
+            continue
+        if loss <= target:
+            if before is None:
+                return float(point[axis])
+            share = (before["heldout_loss"] - target) / (before["heldout_loss"] - loss)
+            return float(before[axis] + share * (point[axis] - before[axis]))
+        before = point
+    return None
+
+
+def _value_at(line: Line, axis: str, amount: float) -> float | None:
+    """Return the loss where a run has come so far on an axis; None where it never has."""
+    before = None
+    for point in line["curve"]:
+        if point["heldout_loss"] is None:
+            return None
+        if point[axis] >= amount:
+            if before is None or point[axis] == amount:
+                return float(point["heldout_loss"])
+            share = (amount - before[axis]) / (point[axis] - before[axis])
+            return float(before["heldout_loss"] + share * (point["heldout_loss"] - before["heldout_loss"]))
+        before = point
+    return None
+
+
+MEASURES: Mapping[str, Any] = {
+    "accuracy": Measure("%", _accuracy),
+    "loss": Measure("nats", lambda line: line.get("heldout_loss"), digits=3),
+    "milliseconds": Measure(
+        "ms an update", _of_whole(lambda line: 1000 * line["training_seconds"] / line["updates"]), digits=2
+    ),
+    "rate": Measure("samples a second", lambda line: line.get("samples_per_second"), digits=0),
+    "waited": Measure(
+        "% of the time waited",
+        _of_whole(lambda line: 100 * line["exposed_seconds"] / line["training_seconds"]),
+    ),
+    "sent": Measure("MB sent", _of_whole(lambda line: line["sent_bytes"] / 1e6), digits=2),
+    **{one.__name__: one for one in (loads_to, seconds_to, loss_at, divergence_over, held_bytes)},
+}
+"""What `measure` and `tuned_by` of a record may say."""
+
+
+def evaluated(text: str, names: Mapping[str, Any]) -> Any:
+    """Return what an expression of a record says."""
+    return eval(text, {"__builtins__": {}}, dict(names))
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One cell of a record's table: runs that differ in their seed."""
+
+    measure: str
+    words: str | None
+    """Options of `stretto simulate` that make it what it is; None where the measure needs no run."""
+    real: str | None = None
+    """Options in the place of `words` for the paper's model on its data; None where they are the same."""
+    paper: float | None = None
+    rates: tuple[float, ...] = ()
+    """Learning rates to choose from; none keeps that of the words."""
+    tuned_by: str = "loss"
+    """What is lowest, on average, at the rate that is chosen."""
+
+    @property
+    def read(self) -> Measure:
+        """The measure itself."""
+        return evaluated(self.measure, MEASURES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Effect:
+    """A number that a claim is about, and what the paper says of it."""
+
+    says: str
+    of: str
+    """The number: an expression of `of(row, column)`, seed by seed, and for the paper's cells."""
+    least: float = -math.inf
+    """The number is not below it."""
+    most: float = math.inf
+    """Nor above it."""
+    paper: float | None = None
+    """The paper's own number, where its cells do not say it."""
+    is_best: bool = False
+    """Whether the paper's number is its best case, the largest one."""
+    digits: int = 1
+
+    def value(self, reading: Reading) -> float:
+        """Return the number."""
+        return float(evaluated(self.of, {"of": reading, "log": math.log}))
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One table, figure or claim."""
+
+    id: str
+    """PAPER.NAME."""
+    claim: str
+    source: str
+    kind: str = "paper"
+    """Who says it: the paper, the authors in an answer to a review, or nobody yet: a reviewer has asked a question."""
+    told: str = ""
+    """The paper's number, for a list; empty where the effects have it, or where there are words alone."""
+    setting: str = ""
+    """What is trained here: words of `stretto simulate`."""
+    real: str = ""
+    """The same for the paper's model on its data, with {data} for the folder; empty where the record has none."""
+    cells: Mapping[str, Mapping[str, Cell]] = dataclasses.field(default_factory=dict)
+    effects: tuple[Effect, ...] = ()
+    seeds: int = 5
+    scale: str = ""
+    differences: str = ""
+    answer: str = ""
+    unchecked: str = ""
+    """Why it cannot be checked here; empty where it can."""
+    minutes: float | None = None
+    """Of one core for all its runs, on the machine of docs/papers.md; records share runs."""
+
+    @property
+    def paper(self) -> str:
+        """The key of its paper."""
+        return self.id.partition(".")[0]
+
+    def every_cell(self) -> Iterator[Cell]:
+        """Yield the cells that have runs."""
+        return (cell for row in self.cells.values() for cell in row.values() if cell.words is not None)
+
+    def of_paper(self, effect: Effect) -> float | None:
+        """Return what the paper says an effect is, by its own words or its table; None where it has no number."""
+        if effect.paper is not None:
+            return effect.paper
+        numbers = {
+            row: {column: cell.paper for column, cell in own.items()} for row, own in self.cells.items()
+        }
+
+        def reading(row: str, column: str) -> float:
+            number = numbers[row][column]
+            return math.nan if number is None else number
+
+        found = effect.value(reading)
+        return None if math.isnan(found) else found
+
+
+def record_of(id: str, given: Mapping[str, Any]) -> Record:
+    """Return a record as its file has it."""
+    own = dict(given)
+    shared = {key: own.pop(key) for key in ("rates", "tuned_by") if key in own}
+    rows, columns = own.pop("rows", {}), own.pop("columns", {})
+    cells = {
+        row: {
+            name: _cell({**shared, **_named(of_row, "words"), **_named(of_column, "measure"), "column": name})
+            for name, of_column in columns.items()
+            if isinstance(of_row, str) or name in of_row.get("columns", columns)
+        }
+        for row, of_row in rows.items()
+    }
+    effects = tuple(Effect(**effect) for effect in own.pop("effects", ()))
+    return Record(id=id, cells=cells, effects=effects, **own)
+
+
+def _named(given: str | Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    return {key: given} if isinstance(given, str) else given
+
+
+def _cell(given: Mapping[str, Any]) -> Cell:
+    fields = {field.name: given[field.name] for field in dataclasses.fields(Cell) if field.name in given}
+    for key in ("words", "real", "measure"):
+        if fields.get(key) is not None:
+            fields[key] = fields[key].format(**given)
+    if isinstance(paper := fields.get("paper"), Mapping):
+        fields["paper"] = paper[given["column"]]
+    return Cell(**{**fields, "rates": tuple(fields.get("rates", ()))})
+
+
+def load() -> tuple[dict[str, Any], dict[str, Record]]:
+    """Return the papers and all records by their names; what reviewers asked comes last."""
+    files = {
+        key: yaml.safe_load((HERE / f"{key}.yaml").read_text("utf-8")) for key in ("acco", "paft", "echo")
+    }
+    given = [
+        own
+        for part in ("records", "questions")
+        for file in files.values()
+        for own in file.get(part, {}).items()
+    ]
+    return {key: file["paper"] for key, file in files.items()}, {id: record_of(id, own) for id, own in given}
+
+
+class Verdict(StrEnum):
+    """What we say of a claim, from what speaks least against it to what speaks most."""
+
+    HOLDS = "holds"
+    IN_SHAPE = "holds in shape"
+    UNCHECKED = "cannot be checked"
+    FAILS = "does not hold"
+
+
+def judge(found: Interval | None, effect: Effect) -> Verdict:
+    """Return the verdict on one effect, whose `paper` is its number; see Note [The rule].
+
+    Args:
+        found: Of the seeds that were run; None where one of them has no value.
+        effect: What the paper says.
+    """
+    if found is None or "low" not in found:
+        return Verdict.UNCHECKED
+    low, high = found["low"], found["high"]
+    if high < effect.least or low > effect.most:
+        return Verdict.FAILS
+    if low < effect.least or high > effect.most:
+        return Verdict.UNCHECKED
+    if effect.paper is None:
+        return Verdict.HOLDS
+    is_met = low >= effect.paper if effect.is_best else low <= effect.paper <= high
+    return Verdict.HOLDS if is_met else Verdict.IN_SHAPE
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """Return the verdict that speaks most against a claim; without any it cannot be checked."""
+    return max(verdicts, key=list(Verdict).index, default=Verdict.UNCHECKED)
+
+
+@dataclasses.dataclass(frozen=True)
+class CellFound:
+    """What the runs of a cell say."""
+
+    cell: Cell
+    words: str
+    """Of its runs; empty before its rate is chosen."""
+    values: Mapping[int, float]
+    """By seed; those whose runs have the number."""
+    runs: int
+    """How many there are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EffectFound:
+    """What the runs say of an effect."""
+
+    effect: Effect
+    """With the paper's number."""
+    interval: Interval | None
+    """Over the seeds; None where a run does not have the number."""
+    verdict: Verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What the runs of a record say."""
+
+    record: Record
+    seeds: int = 0
+    cells: Mapping[str, Mapping[str, CellFound]] = dataclasses.field(default_factory=dict)
+    effects: tuple[EffectFound, ...] = ()
+    verdict: Verdict = Verdict.UNCHECKED
+    why: str = ""
+    """Of a record that cannot be checked, why."""
+    cpu_seconds: float = 0
+    """Of all its runs, those that choose rates among them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """The runs of records: those that are in a book, here or with the paper's model on real data."""
+
+    book: Book
+    seeds: int | None = None
+    """Of every cell; None is each record's own number."""
+    data: str | None = None
+    also: str = ""
+    """Options behind those of every run, to rehearse with."""
+
+    def words(self, record: Record, cell: Cell) -> str:
+        """Return the words of a cell's runs, without seed and learning rate.
+
+        Raises:
+            ConfigError: There are data, and the record has nothing to train on them.
+        """
+        if self.data is None:
+            return f"{record.setting} {cell.words} {self.also}".rstrip()
+        if not record.real:
+            raise ConfigError(f"{record.id} takes no data: leave out --data")
+        real = record.real.format(data=shlex.quote(self.data))
+        return f"{real} --device auto {cell.words if cell.real is None else cell.real} {self.also}".rstrip()
+
+    def line_of(self, words: str, seed: int) -> Line | None:
+        """Return what was kept of a run, or None."""
+        return self.book.find({"words": words, "seed": seed})
+
+    def tuning(self, record: Record, cell: Cell) -> dict[float, list[tuple[str, int]]]:
+        """Return the runs that choose a cell's rate; with the paper's model its own rate stays."""
+        words = self.words(record, cell)
+        rates = cell.rates if self.data is None else ()
+        return {rate: [(f"{words} --task.lr {rate:g}", seed) for seed in TUNING_SEEDS] for rate in rates}
+
+    def chosen(self, record: Record, cell: Cell) -> str | None:
+        """Return the words of a cell's runs at the rate that ends lowest; None before that is known."""
+        costs: dict[str, float] = {}
+        for trials in self.tuning(record, cell).values():
+            lines = [self.line_of(*trial) for trial in trials]
+            if None in lines:
+                return None
+            numbers = [evaluated(cell.tuned_by, MEASURES).of(line) for line in lines]
+            # A run that never gets there has no end of it.
+            costs[trials[0][0]] = statistics.fmean(math.inf if one is None else one for one in numbers)
+        return min(costs, key=costs.__getitem__) if costs else self.words(record, cell)
+
+    def missing(self, records: Iterable[Record]) -> list[tuple[str, int]]:
+        """Return the runs that are still to be made: those that choose a rate before those that use it."""
+        wanted: dict[tuple[str, int], None] = {}
+        for record in records:
+            for cell in record.every_cell():
+                for trials in self.tuning(record, cell).values():
+                    wanted.update(dict.fromkeys(trials))
+                if (words := self.chosen(record, cell)) is not None:
+                    wanted.update(dict.fromkeys((words, seed) for seed in range(self.seeds or record.seeds)))
+        return [trial for trial in wanted if self.line_of(*trial) is None]
+
+    def found(self, record: Record) -> Found:
+        """Return what the runs that were made say of a record."""
+        if record.unchecked:
+            return Found(record, why=record.unchecked)
+        seeds = self.seeds or record.seeds
+        table = {
+            row: {column: self._cell_found(record, cell, seeds) for column, cell in columns.items()}
+            for row, columns in record.cells.items()
+        }
+        effects = tuple(_effect_found(record, effect, table, seeds) for effect in record.effects)
+        verdict = worst(one.verdict for one in effects)
+        trials = {
+            trial
+            for cell in record.every_cell()
+            for own in self.tuning(record, cell).values()
+            for trial in own
+        }
+        trials |= {
+            (one.words, seed) for own in table.values() for one in own.values() for seed in range(seeds)
+        }
+        lines = [line for trial in trials if (line := self.line_of(*trial)) is not None]
+        return Found(
+            record=record,
+            seeds=seeds,
+            cells=table,
+            effects=effects,
+            verdict=verdict,
+            why=_why(effects) if verdict is Verdict.UNCHECKED else "",
+            cpu_seconds=math.fsum(line["cpu_seconds"] for line in lines),
+        )
+
+    def _cell_found(self, record: Record, cell: Cell, seeds: int) -> CellFound:
+        if cell.words is None:
+            given = cell.read.of({})
+            return CellFound(cell, "", {} if given is None else dict.fromkeys(range(seeds), given), seeds)
+        words, measure = self.chosen(record, cell), cell.read
+        lines = {} if words is None else {seed: self.line_of(words, seed) for seed in range(seeds)}
+        made = {seed: measure.of(line) for seed, line in lines.items() if line is not None}
+        values = {seed: number for seed, number in made.items() if number is not None}
+        return CellFound(cell, words or "", values, len(made))
+
+
+def _effect_found(
+    record: Record, effect: Effect, table: Mapping[str, Mapping[str, CellFound]], seeds: int
+) -> EffectFound:
+    values = []
+    for seed in range(seeds):
+        try:
+            values.append(effect.value(lambda row, column, seed=seed: table[row][column].values[seed]))
+        except (KeyError, ZeroDivisionError):  # a run is missing, or does not have the number
+            continue
+    around = interval(values) if values and len(values) == seeds else None
+    judged = dataclasses.replace(effect, paper=record.of_paper(effect))
+    return EffectFound(judged, around, judge(around, judged))
+
+
+def _why(effects: Sequence[EffectFound]) -> str:
+    open_ones = [one for one in effects if one.verdict is Verdict.UNCHECKED]
+    if any(one.interval is None for one in open_ones):
+        return "runs are missing, or do not have the number"
+    if any("low" not in (one.interval or {}) for one in open_ones):
+        return "one seed has no interval"
+    return "the interval contains the limit: these seeds do not decide it"
+
+
+def configure(words: str, seed: int) -> SimulateConfig[Any]:
+    """Return the run of a `stretto simulate` command."""
+    given = [*shlex.split(words), "--seed", str(seed)]
+    return parse_options("simulate", given, lambda task: SimulateConfig(task=task))[1]
+
+
+def make(records: Sequence[Record], site: Site, processes: int) -> None:
+    """Make all runs of some records that are not in the book; each is in it as soon as it is over.
+
+    Raises:
+        ConfigError: A run cannot be, before any is made.
+        WorkerFailed: A run failed in another way than by diverging.
+    """
+    while todo := site.missing(records):
+        configurations = [configure(*trial) for trial in todo]
+        print(f"{len(todo)} runs to make, {min(processes, len(todo))} at a time", flush=True)
+        started, done = time.monotonic(), 0
+        for made in results_on_workers(perform, configurations, processes, "book", patience=SECONDS):
+            if made is None:
+                print(f"  {done} of {len(todo)} runs, {time.monotonic() - started:.0f} s", flush=True)
+                continue
+            number, line = made
+            done += 1
+            words, seed = todo[number]
+            site.book.add({"words": words, "seed": seed, **line})
+            ended = line["error"] or f"loss {line['heldout_loss']}, accuracy {line['accuracy']}"
+            print(f"  {done} of {len(todo)}: stretto simulate {words} --seed {seed}: {ended}", flush=True)
+
+
+def perform(simulation: SimulateConfig[Any]) -> Line:
+    """Make a run, and return what is kept of it; a run that diverged is kept too.
+
+    Numbers are means over ranks, whose replicas may differ; bytes, waits and fresh batches are those of rank 0.
+    """
+    started = time.process_time()
+    folder = Path(tempfile.mkdtemp(prefix="stretto-claims-"))
+    error = None
+    outcomes: Sequence[Outcome] = ()
+    try:
+        outcomes = simulate(dataclasses.replace(simulation, run_dir=str(folder / "run"))).values
+    except (NonFinite, CorruptionError) as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    finally:
+        updates = read_json_lines(folder / "run" / "updates.jsonl")
+        evaluations = read_json_lines(folder / "run" / "evaluations.jsonl")
+        shutil.rmtree(folder, ignore_errors=True)
+    kept: Line = {}
+    if outcomes:
+        right = [outcome.accuracy for outcome in outcomes if outcome.accuracy is not None]
+        loss = statistics.fmean(outcome.heldout_loss for outcome in outcomes)
+        kept = {
+            "accuracy": statistics.fmean(right) if right else None,
+            "heldout_loss": loss if math.isfinite(loss) else None,
+        }
+        of_first = (
+            "updates", "samples", "training_seconds", "samples_per_second", "exposed_seconds", "sent_bytes",
+            "fresh_batches",
+        )  # fmt: skip
+        kept |= {key: getattr(outcomes[0], key) for key in of_first}
+    return {
+        "error": error,
+        **kept,
+        "curve": _curve(updates, evaluations),
+        "averages": sum(update["gap"] == 0 for update in updates),
+        "intervals": sorted({update["interval"] for update in updates if update["interval"]}),
+        "divergences": [update["divergence"] for update in updates if update["divergence"] is not None],
+        "micro_batches": updates[-1]["micro_batches"] if updates else [],
+        "cpu_seconds": round(time.process_time() - started, 2),
+    }
+
+
+def _curve(updates: Sequence[Line], evaluations: Sequence[Line]) -> list[Line]:
+    """Return the evaluations of rank 0, each with the fresh batches, samples and bytes before it."""
+    fresh = samples = sent = 0
+    points, left = [], list(evaluations)
+    for update in [{"step": 0, "fresh": 0, "samples": 0, "sent_bytes": 0}, *updates]:
+        fresh, samples = fresh + update["fresh"], samples + update["samples"]
+        sent += update["sent_bytes"]
+        while left and left[0]["step"] == update["step"]:
+            point = left.pop(0)
+            counts = {"fresh": fresh, "samples": samples, "sent_bytes": sent}
+            points.append(
+                {**counts, **{key: point[key] for key in ("step", "training_seconds", "heldout_loss")}}
+            )
+    return points
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table; its columns are not aligned, which nobody sees on a page."""
+    lines = [head, *rows]
+    text = ["|" + "|".join(f" {cell} " if cell else " " for cell in line) + "|" for line in lines]
+    return "\n".join([text[0], "|" + "---|" * len(head), *text[1:]])
+
+
+def number(value: float, digits: int) -> str:
+    """Return a number with thousands parted, and no sign before a zero."""
+    text = f"{value:,.{digits}f}"
+    return text.removeprefix("-") if not any(digit in "123456789" for digit in text) else text
+
+
+def around(found: Interval | None, digits: int) -> str:
+    """Return a mean with its interval."""
+    if found is None:
+        return "none"
+    if "low" not in found:
+        return number(found["mean"], digits)
+    mean, low, high = (number(found[key], digits) for key in ("mean", "low", "high"))
+    return f"{mean} ({low} to {high})"
+
+
+def cell_text(found: CellFound) -> str:
+    """Return our mean, and in brackets the paper's number."""
+    digits, values, paper = found.cell.read.digits, found.values, found.cell.paper
+    text = (
+        number(statistics.fmean(values.values()), digits)
+        if values
+        else "not reached"
+        if found.runs
+        else "none"
+    )
+    if values and len(values) < found.runs:
+        text += f" in {len(values)} of {found.runs}"
+    return text if paper is None else f"{text} ({number(paper, digits)})"
+
+
+def cells_table(found: Found) -> str:
+    """Return a record's own table: rows and columns as in the paper."""
+    units: dict[str, set[str]] = {}
+    for own in found.cells.values():
+        for column, one in own.items():
+            units.setdefault(column, set()).add(one.cell.read.unit)
+    head = ["", *(f"{column}, {min(unit)}" if len(unit) == 1 else column for column, unit in units.items())]
+    return markdown(
+        head,
+        [
+            [name, *(cell_text(row[column]) if column in row else "" for column in units)]
+            for name, row in found.cells.items()
+        ],
+    )
+
+
+def effects_table(found: Found) -> str:
+    """Return what decides the verdict: every effect with its interval, what the paper says, and what that gives."""
+    rows = [
+        [one.effect.says, around(one.interval, one.effect.digits), said(one.effect), one.verdict]
+        for one in found.effects
+    ]
+    return markdown(["what is compared", "here, 95 %", "paper", "verdict"], rows)
+
+
+def said(effect: Effect) -> str:
+    """Return what the paper says of an effect: its number, or else its limits in words."""
+    if effect.paper is not None:
+        return f"{'up to ' if effect.is_best else ''}{number(effect.paper, effect.digits)}"
+    limits = (("at least", effect.least), ("at most", effect.most))
+    return ", ".join(f"{word} {number(one, effect.digits)}" for word, one in limits if math.isfinite(one))
+
+
+def told(record: Record) -> str:
+    """Return the paper's number for a list: as it is told, or that of the first effect that has one, and what it is."""
+    numbers = ((record.of_paper(one), one) for one in record.effects)
+    first = next(
+        (f"{number(value, one.digits)}: {one.says}" for value, one in numbers if value is not None), ""
+    )
+    return record.told or first or "in words"
+
+
+def page(text: str, papers: Mapping[str, Any], all_found: Sequence[Found]) -> str:
+    """Return the page with what stands between `<!-- made: NAME -->` and `<!-- end -->` made anew."""
+    verdicts = [one.verdict for one in all_found]
+    of_papers = [
+        [
+            f"*{paper['title']}*",
+            paper["authors"],
+            ", ".join(f"[{name}]({link})" for name, link in paper["links"].items()),
+            paper["read"],
+        ]
+        for paper in papers.values()
+    ]
+    unchecked = [
+        [one.record.id, one.record.claim, one.record.source, one.why]
+        for one in all_found
+        if one.record.unchecked
+    ]
+    made = {
+        "papers": markdown(["paper", "authors", "where", "what we read"], of_papers),
+        "counts": markdown(["verdict", "records"], [[one, str(verdicts.count(one))] for one in Verdict]),
+        "claims": claims(all_found),
+        "memory": memory(),
+        "unchecked": markdown(["record", "claim", "source", "why"], unchecked),
+        "questions": sections(one for one in all_found if one.record.kind != "paper"),
+        **{
+            key: sections(one for one in all_found if (one.record.paper, one.record.kind) == (key, "paper"))
+            for key in papers
+        },
+    }
+    block = re.compile(r"(<!-- made: ([\w-]+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
+    return block.sub(lambda found: found[1] + made[found[2]] + found[3], text)
+
+
+def claims(all_found: Iterable[Found]) -> str:
+    """Return the table of all claims with their verdicts."""
+    who = {"paper": "the paper", "answer": "the authors, in an answer", "question": "we; a reviewer asked"}
+    rows = []
+    for one in all_found:
+        record = one.record
+        deciding = next((effect for effect in one.effects if effect.verdict is one.verdict), None)
+        paper, here = told(record), ""
+        if deciding is not None:
+            effect = deciding.effect
+            paper, here = said(effect), f"{effect.says}: {around(deciding.interval, effect.digits)}"
+        place = "what-could-not-be-checked" if record.unchecked else record.id.replace(".", "")
+        rows.append(
+            [f"[{record.id}](#{place})", record.claim, who[record.kind], paper, here, f"**{one.verdict}**"]
+        )
+    return markdown(
+        ["record", "claim", "who says so", "what they say", "here, with the 95 % interval", "verdict"], rows
+    )
+
+
+def sections(all_found: Iterable[Found]) -> str:
+    """Return the records that were run, one after the other: the paper's table beside ours, and no table twice."""
+    parts: list[str] = []
+    shown: list[Record] = []
+    for one in all_found:
+        record = one.record
+        if record.unchecked:
+            continue
+        same = (other.id for other in shown if (other.setting, other.cells) == (record.setting, record.cells))
+        before = next(same, None)
+        shown.append(record)
+        lines = [
+            f"#### {record.id}",
+            f"{record.claim}. *{record.source[0].upper()}{record.source[1:]}.*",
+            f"Here: {record.scale}; {one.seeds} seeds. Not as there: {record.differences}.",
+            record.answer,
+            f"Its table is that of [{before}](#{before.replace('.', '')})." if before else cells_table(one),
+            effects_table(one),
+        ]
+        parts.append("\n\n".join(line for line in lines if line))
+    return "\n\n".join(parts)
+
+
+def memory() -> str:
+    """Return the bytes per parameter: the paper's, those of our ledger, and measured ones."""
+    ours = {"zero1": 4, "acco": 6}
+    rows = [
+        [
+            f"`{run['strategy']}`",
+            str(run["world_size"]),
+            f"{ours[run['strategy']] + 12 / run['world_size']:.2f}",
+            f"{run['ledger_bytes_per_parameter']:.2f}",
+            f"{run['peak_without_constants_per_parameter']:.2f}",
+        ]
+        for run in json.loads(MEMORY.read_text(encoding="utf-8"))["runs"]
+        if run["dtype"] == "bfloat16" and run["strategy"] in ours
+    ]
+    return markdown(["strategy", "workers", "the paper's formula", "our ledger", "measured"], rows)
+
+
+def named(names: Sequence[str], records: Mapping[str, Record]) -> list[Record]:
+    """Return the records of these names; the name of a paper is all of its own, and no name is all.
+
+    Raises:
+        UnknownName: No record is called so.
+    """
+    for name in names:
+        if not any(name in (record.id, record.paper) for record in records.values()):
+            raise unknown_name("no record is called", name, records)
+    return [record for record in records.values() if not names or {record.id, record.paper} & {*names}]
+
+
+def main() -> None:
+    """Do what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument(
+        "names", nargs="*", metavar="RECORD", help="or a paper: acco, paft, echo; none is all"
+    )
+    parser.add_argument("--list", action="store_true", help="only list the records")
+    parser.add_argument(
+        "--page", action="store_true", help="make the tables of docs/papers.md from the kept runs"
+    )
+    parser.add_argument("--seeds", type=int, help="of every number; an interval needs two")
+    parser.add_argument(
+        "--data", help="folder of the paper's data: its model is trained, on a GPU if there is one"
+    )
+    parser.add_argument("--also", default="", help='options behind those of every run, as "--updates 4"')
+    parser.add_argument("--out", type=Path, default=Path("runs/claims"), help="folder of runs.jsonl")
+    parser.add_argument("--processes", type=int, default=2, help="runs at a time")
+    options = parser.parse_args()
+    papers, all_records = load()
+    records = named(options.names, all_records)
+    if options.list:
+        for record in records:
+            print(
+                f"{record.id:22} {'-' if record.minutes is None else record.minutes:>4} min  {told(record)}"
+            )
+        return
+    if options.page:
+        results = [Site(Book(RUNS)).found(record) for record in records]
+        PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), papers, results), encoding="utf-8")
+        return
+    site = Site(Book(options.out), options.seeds, options.data, options.also)
+    make(records, site, options.processes)
+    for record in records:
+        one = site.found(record)
+        print(f"\n{record.id}: {record.claim}\nsource: {record.source}")
+        if not record.unchecked:
+            print(f"here: {record.scale}, {one.seeds} seeds\n\n{cells_table(one)}\n\n{effects_table(one)}\n")
+        print(f"{record.id} {one.verdict}{f': {one.why}' if one.why else ''}")
+
+
+if __name__ == "__main__":
+    main()
