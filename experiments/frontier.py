@@ -126,7 +126,7 @@ def _train(run: Run, setting: Setting, rank: int, group: Any) -> dict[str, Any]:
         ranks_per_node=arm.settings.get("ranks_per_node"),
     )  # fmt: skip
     parallel = DataParallel(
-        task.model, task.optimizer, arm.plan(), micro_batches=times * MICRO_BATCHES,
+        task.model, task.optimizer, arm.strategy(), micro_batches=times * MICRO_BATCHES,
         scheduler=task.scheduler, group=group, options=options,
     )  # fmt: skip
     curve: list[tuple[int, float]] = []
@@ -244,16 +244,6 @@ def reached(curve: list[list[float]], target: float) -> float | None:
     return None
 
 
-def seconds_to(update: float, arm: str, ranks: int, link: Link, share_sent: float) -> float:
-    """Return the price of the samples of so many updates; strategies that take turns have each their own."""
-    phases = parse_arm(arm).phases or ((0, parse_arm(arm)),)
-    ends = [*(start for start, _ in phases[1:]), math.inf]
-    return sum(
-        max(0.0, min(update, end) - start) * seconds(part.text, ranks, link, share_sent)
-        for (start, part), end in zip(phases, ends, strict=True)
-    )
-
-
 @functools.cache
 def seconds(arm: str, ranks: int, link: Link, share_sent: float) -> float:
     """Return the price of an update's samples.
@@ -320,7 +310,7 @@ def multiples(
     free_seconds = base[0]["curve"][point][0] * seconds(SYNCHRONOUS, ranks, Link(), 1.0)
     return {
         title: [
-            seconds_to(taken, arm, ranks, Link(bits_per_second=rate), share_sent) / free_seconds
+            taken * seconds(arm, ranks, Link(bits_per_second=rate), share_sent) / free_seconds
             for taken in updates.values()
             if taken is not None
         ]

@@ -48,8 +48,6 @@ OTHERS = (
     "zero1:wire=int8", "acco",
 )  # fmt: skip
 """What the settings of more ranks have beside the arms that they name."""
-EXACT_END = (f"{EVERY_4}+zero1:wire=int4@800", f"{EVERY_30}+zero1:wire=int4@900")
-"""Averages for the first half of the updates and more, and then 4 bits at every update."""
 COARSE = (
     "zero1:wire=int4:changes=int2", "zero1:wire=int2:changes=int4",
     "zero1:wire=int4:changes=int2:micro_batches=4:lr=0.012",
@@ -67,9 +65,8 @@ HIDDEN_EXCHANGES = (
 ROTATED = (
     "zero1:wire=rotated2:changes=int2", "zero1:wire=rotated2", "zero1:wire=rotated1:changes=int2",
     "zero1:wire=rotated3:changes=int2", "acco:wire=rotated2:changes=int2", "acco:wire=rotated2",
-    "zero1:wire=rotated1:changes=int2+zero1:wire=rotated2:changes=int2@500",
 )  # fmt: skip
-"""1 to 3 bits that are right on average, for gradients and for changes; and a schedule of bits."""
+"""1 to 3 bits that are right on average, for gradients and for changes."""
 SAME_WIRE = {"acco": SYNCHRONOUS, "acco:wire=int4": "zero1:wire=int4"}
 """Synchronous arms that send in the same format."""
 
@@ -105,7 +102,7 @@ SETTINGS = {
     "8-ranks": Setting(
         size="0.1m", ranks=8, batch=4,
         arms=(SYNCHRONOUS, EVERY_4, EVERY_30, "zero1:wire=int4", OUTER_30, EVERY_10, *LARGER_BATCHES,
-              f"{EVERY_4}{BY_NODE}", f"{EVERY_30}{BY_NODE}", *OTHERS, *EXACT_END, *COARSE, *HIDDEN_EXCHANGES,
+              f"{EVERY_4}{BY_NODE}", f"{EVERY_30}{BY_NODE}", *OTHERS, *COARSE, *HIDDEN_EXCHANGES,
               TWO_BITS[0], *ROTATED),
     ),
     "8-ranks-same-batch": Setting(

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         ZeRO1,
     )
     from stretto.survive import LocalCheckpoints, Term, survives
-    from stretto.switching import Phase, Switching
 
 __version__ = "0.2.0"
 
@@ -59,13 +58,11 @@ __all__ = [
     "Options",
     "PAFTDyn",
     "PAFTSync",
-    "Phase",
     "Ready",
     "Recorder",
     "ReplicaGuard",
     "Strategy",
     "StrettoError",
-    "Switching",
     "Term",
     "Total",
     "Update",
@@ -81,7 +78,7 @@ __all__ = [
 _PACKAGES = ("checkpoint", "echo", "exchange", "groups", "guards", "integrations", "strategies")
 """What programs use by its full name, as `stretto.checkpoint.save`."""
 _PARTS = (
-    "parallel", "strategies", "switching", "guards", "echo", "engine", "noise", "records", "recorder", "groups",
+    "parallel", "strategies", "guards", "echo", "engine", "noise", "records", "recorder", "groups",
     "errors", "survive",
 )  # fmt: skip
 """Where the names above are found; `errors` is one itself."""

@@ -200,7 +200,7 @@ class Continuation:
             state["scheduler"] = b""
         return state
 
-    def load(self, state: State, *, goes_on: bool, counted: int = 0) -> None:
+    def load(self, state: State, *, goes_on: bool) -> None:
         """Replace the job's state by `state`; all ranks must call.
 
         The model shows what it showed then. Where this job publishes in another format, it shows that.
@@ -208,10 +208,9 @@ class Continuation:
         Args:
             state: What was read from a checkpoint, or from memory.
             goes_on: Whether this rank's loader has been told its position.
-            counted: Micro-batches that this rank has counted, where the job goes on in the same loop.
         """
         rest = state.get("pass", {}).get(str(self._rank)) if goes_on else None
-        self._state.load(state, counted)
+        self._state.load(state)
         compute = self.job.compute
         self._publish_anew(state["job"])
         mine = unpack(state["rank"][str(self._rank)], "the rank's state") if "rank" in state else None

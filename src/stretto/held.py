@@ -160,23 +160,6 @@ def hold(
     )
 
 
-def go_on(continuation: Continuation, strategy: str, shares: Sequence[Held], *, counted: int) -> None:
-    """Let a job on the same ranks go on from what they hold; all ranks must call, at rest.
-
-    Args:
-        continuation: Of the job.
-        strategy: Its name.
-        shares: What this rank holds.
-        counted: Micro-batches that this rank has counted.
-    """
-    holding = Holding(shares, continuation.job.everyone.gather_records)
-    state = continuation.blank(
-        holding.names, holding.world_size, same_strategy=holding.strategy == strategy, same_layout=True
-    )
-    check_whole(holding.read(state, moves=False))
-    continuation.load(state, goes_on=False, counted=counted)
-
-
 def check_whole(missing: Sequence[str]) -> None:
     """Check that nothing is missing.
 

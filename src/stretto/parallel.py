@@ -27,7 +27,6 @@ from stretto.optimizer import SeveralSchedulers, as_one
 from stretto.records import Incident, Update
 from stretto.start import Parts, sharding_for, start
 from stretto.strategies import Strategy, ZeRO1, check_strategy
-from stretto.switching import Phases, Switching
 
 
 class DataParallel:
@@ -47,7 +46,7 @@ class DataParallel:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        strategy: Strategy | Switching | None = None,
+        strategy: Strategy | None = None,
         *,
         micro_batches: int | Total | Clock = 1,
         scheduler: Any = None,
@@ -65,8 +64,7 @@ class DataParallel:
             optimizer: Over the model's trainable parameters, in any groups. Its class and settings are read;
                 it stays the face that schedulers turn, and must not be stepped by hand. Several optimizers share the
                 parameters between them.
-            strategy: How gradients become updates; None is `ZeRO1()`, which is exact. Or a plan of several that take
-                turns.
+            strategy: How gradients become updates; None is `ZeRO1()`, which is exact.
             micro_batches: Per rank and update; or a `Total` of all ranks, or a `Clock` per round.
             scheduler: Of `optimizer`, turned by the library at every committed update; None leaves it to the caller.
                 One, or a sequence of them.
@@ -93,40 +91,28 @@ class DataParallel:
             raise ConfigError(f"options: expected Options(...), as Options(clip_norm=1.0), found {options!r}")
         settings = (Options() if options is None else options).with_wire(wire)
 
-        def parts_of(strategy: Strategy, options: Options, micro_batches: int | Total | Clock) -> Parts:
-            fitting, options = choose_guards(guards, strategy, options)
-            return Parts(
-                model=model,
-                optimizer=self.optimizer,
-                strategy=strategy,
-                micro_batches=micro_batches,
-                scheduler=self.scheduler,
-                guards=fitting,
-                options=options,
-            )
-
-        if isinstance(strategy, Switching):
-            phases = strategy.parts(settings, micro_batches, parts_of)
-        else:
-            chosen = check_strategy(ZeRO1() if strategy is None else strategy)
-            phases = {0: parts_of(chosen, settings, micro_batches)}
-        self._work_with(phases[0])
+        self.strategy = check_strategy(ZeRO1() if strategy is None else strategy)
+        self.guards, self.options = choose_guards(guards, self.strategy, settings)
+        parts = Parts(
+            model=model,
+            optimizer=self.optimizer,
+            strategy=self.strategy,
+            micro_batches=micro_batches,
+            scheduler=self.scheduler,
+            guards=self.guards,
+            options=self.options,
+        )
         if group is None and isinstance(model, nn.Module):
             join_launched_group(next(model.parameters(), torch.empty(0)).device)
-        sharding, ranks = sharding_for(phases, mesh, group, ranks)
+        sharding, ranks = sharding_for(parts, mesh, group, ranks)
         seconds = self.options.timeout_seconds + BACKEND_MARGIN_SECONDS
         self._group = private_group(group, ranks, timeout_seconds=seconds)
         self.late_incidents: tuple[Incident, ...] = ()
         """What guards and the verified exchange found after the last update; known once `finish` has returned."""
-        self.job: Job = start(phases, self._group, sharding)
+        self.job: Job = start(parts, self._group, sharding)
         self.feeding = feed_of(self.job)
         """The job's parts, and where this rank stands in its data: for checkpoints, faults and tests."""
         self._compute = self.job.compute
-        self._phases = Phases(phases, self.job, self.feeding, self._work_with) if len(phases) > 1 else None
-
-    def _work_with(self, parts: Parts) -> None:
-        self.strategy, self.guards, self.options = parts.strategy, parts.guards, parts.options
-        """What is at work now, where strategies take turns."""
 
     @property
     def rank(self) -> int:
@@ -220,8 +206,6 @@ class DataParallel:
             samples: See `backward`; None is the batch's length.
         """
         with self._compute.lifetime.running():
-            if self._phases:
-                self.feeding.land_phase()
             check_callable(loss_function, "micro_batch", "a function of a batch, and then the batch")
             self._compute.before_micro_batch()
             for listener in self._compute.model.listeners:
@@ -348,17 +332,11 @@ class DataParallel:
         with self._compute.lifetime.running():
             self._compute.check_between_updates("load_state_dict()")
             load_given(self.job, state)
-            self.enter_phase(self.steps)
             self._compute.began_again()
 
     def continuation(self) -> Continuation:
         """For checkpoints: what returns all of the job's state at rest, and loads it."""
         return Continuation(self.job, self.feeding, self.options, self.scheduler)
-
-    def enter_phase(self, step: int) -> None:
-        """For checkpoints: go on under the strategy that is due after `step` updates; all ranks call, at rest."""
-        if self._phases is not None:
-            self._phases.enter(step)
 
     def stop(self) -> None:
         """Ask all ranks to end `feed` at the same round, soon."""
@@ -419,4 +397,4 @@ class DataParallel:
         samples = self.feeding.num_samples if samples is None else misuse.read_samples(samples, where)
         fresh = self.feeding.input.note(loss, weight, samples) if self.feeding.has_begun else samples
         update = self._compute.count(weight, loss, samples, fresh)
-        return self.feeding.arrived(update) if self.feeding.has_begun or self._phases else update
+        return self.feeding.arrived(update) if self.feeding.has_begun else update

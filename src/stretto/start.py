@@ -3,8 +3,7 @@
 import dataclasses
 import functools
 import gc
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,11 +88,6 @@ class Parts:
         """That of the strategy, read once: it may take a thousand updates without any work in them."""
         return ledger_of(self.strategy)
 
-    @property
-    def ownership(self) -> tuple[bool, bool]:
-        """Whether every rank holds the whole optimizer, and whether guards have its steps rehearsed."""
-        return self.ledger.replicated, any(guard.rehearses_step for guard in self.guards)
-
     def check(self) -> None:
         """Check the kind of every part, because many programs run without a type checker.
 
@@ -132,7 +126,7 @@ class Parts:
 
 
 def sharding_for(
-    phases: Mapping[int, Parts],
+    parts: Parts,
     mesh: object,
     group: dist.ProcessGroup | None,
     ranks: Sequence[int] | None,
@@ -140,7 +134,7 @@ def sharding_for(
     """Return which ranks hold shards of the model together, and which train; all ranks of the node must call.
 
     Args:
-        phases: What the job is made of.
+        parts: What the job is made of.
         mesh: The dimension across which it trains; None where no rank holds a shard.
         group: Says who trains; with a mesh, of all its ranks, in the same order.
         ranks: Who trains, in the place of a group and a mesh.
@@ -153,11 +147,10 @@ def sharding_for(
         return None, ranks
     from stretto.engine.sharding import sharding_of  # FSDP2 takes half a second to import
 
-    for parts in phases.values():
-        _check_fits_shards(parts)
+    _check_fits_shards(parts)
     if ranks is not None:
         raise ConfigError("mesh says which ranks train: leave out ranks")
-    sharding = sharding_of(phases[0].model, mesh)
+    sharding = sharding_of(parts.model, mesh)
     if group is None:
         return sharding, sharding.everyone
     if sharding.everyone != list(range(group.size())) or dist.get_rank() != group.rank():
@@ -192,12 +185,11 @@ def _check_fits_shards(parts: Parts) -> None:
         )
 
 
-def start(phases: Mapping[int, Parts], group: dist.ProcessGroup, sharding: "Sharding | None" = None) -> Job:
+def start(parts: Parts, group: dist.ProcessGroup, sharding: "Sharding | None" = None) -> Job:
     """Set up both lanes of one rank; all ranks of `group`, which is used by this job and nobody else, must call.
 
     Args:
-        phases: What the job is made of, by the committed updates from which on: all of it from 0, where no other
-            strategy takes over later. All are checked; the first is set up.
+        parts: What the job is made of.
         group: Connects the ranks.
         sharding: Which of them hold shards of one model together, where some do.
 
@@ -206,11 +198,11 @@ def start(phases: Mapping[int, Parts], group: dist.ProcessGroup, sharding: "Shar
             any collective but the one that compares settings.
     """
     progress = Progress()
-    model: object = phases[0].model  # nobody has checked it yet
+    model: object = parts.model  # nobody has checked it yet
     parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
     devices = [p.device for p in parameters if not p.is_meta]  # that it has no values is told to all ranks
     device = devices[0] if devices else torch.device("cpu")
-    options = phases[0].options
+    options = parts.options
     failures = _kind_of_detector(sharding)(
         group,
         device,
@@ -219,7 +211,7 @@ def start(phases: Mapping[int, Parts], group: dist.ProcessGroup, sharding: "Shar
         progress=progress,
     )
     try:
-        return _start(phases, progress, failures, sharding)
+        return _start(parts, progress, failures, sharding)
     except BaseException as error:  # what only one rank cannot train is told to the others
         cause = failures.cause_of(error)
         failures.tell(cause)
@@ -229,32 +221,29 @@ def start(phases: Mapping[int, Parts], group: dist.ProcessGroup, sharding: "Shar
 
 
 def _start(
-    phases: Mapping[int, Parts],
+    parts: Parts,
     progress: Progress,
     failures: FailureDetector,
     sharding: "Sharding | None",
 ) -> Job:
-    parts = phases[0]
-    ledgers = [one.ledger for one in phases.values()]
-    _check(phases, failures.group, sharding)
-    layout, registered = _planned(phases, failures.world_size, sharding)
+    ledger = parts.ledger
+    _check(parts, failures.group, sharding)
+    layout, registered = _planned(parts, failures.world_size, sharding)
     parameters = [shard_of(parameter)[0] for parameter in registered]
-    exchange, within = _connected(phases, layout, failures, sharding)
-    inside = exchange_inside(exchange, failures) if any(ledger.by_node for ledger in ledgers) else None
+    exchange, within = _connected(parts, layout, failures, sharding)
+    inside = exchange_inside(exchange, failures) if ledger.by_node else None
     for slot in layout.slots:
         flat = layout.sets[slot.set_index]
         if flat.accumulation_dtype != flat.dtype:
             registered[slot.index].grad_dtype = flat.accumulation_dtype
     everyone = exchange if within is None else within.everyone
     share_start(exchange, parameters, GradientBuffer(layout), parts.model, everyone)
-    if any(one.guards for one in phases.values()):
+    if parts.guards:
         progress.watch(_fixed(parts.model))
-    owner = owner_of(parts, parameters, exchange, within)
+    owner = _owner_of(parts, parameters, exchange, within)
     if sharding is not None:
         StateKinds(owner).check_over_shards()
-    if any(ledger.local or ledger.may_average for ledger in ledgers[1:]):
-        StateKinds(owner).check_averages()  # now, and not when its turn comes
-    lane = lane_of(parts, exchange, inside, owner, progress, within=within)
+    lane = _lane_of(parts, exchange, inside, owner, progress, within)
     model = _kind_of_model(sharding)(
         parts.model,
         parameters,
@@ -275,7 +264,7 @@ def _start(
     if sharding is not None:
         _watch_passes(parts.model, failures, sharding)
     job = Job(
-        model=model, layout=layout, exchange=exchange, inside=inside, sharded=owner, replica=lane.comm.replica,
+        model=model, layout=layout, exchange=exchange, sharded=owner, replica=lane.comm.replica,
         compute=compute, comm=lane.comm, within=within,
         layout_digest=layout.digest() if within is None else within.digest_of(layout),
     )  # fmt: skip
@@ -302,25 +291,20 @@ class Lane:
             job.model.listeners.append(GuardedRounds(job, self.interpreter))
 
 
-def _check(phases: Mapping[int, Parts], group: dist.ProcessGroup, sharding: "Sharding | None") -> None:
+def _check(parts: Parts, group: dist.ProcessGroup, sharding: "Sharding | None") -> None:
     """Raise unless a job can be made of these parts."""
-    parts = phases[0]
     parts.check()
     place = (group.rank(), group.size()) if sharding is None else (sharding.node, len(sharding.across))
-    for one in phases.values():
-        check_guards(one.guards, one.strategy, one.ledger)
-        check_worker(one.strategy, one.ledger, one.options)
-        plan_quota(one.strategy, one.micro_batches, one.ledger.rounds, *place)
-    check_messages(parts.model, [one.strategy for one in phases.values()], group)
-    check_formats([(one.options, one.strategy, one.ledger) for one in phases.values()])
+    check_guards(parts.guards, parts.strategy, parts.ledger)
+    check_worker(parts.strategy, parts.ledger, parts.options)
+    plan_quota(parts.strategy, parts.micro_batches, parts.ledger.rounds, *place)
+    check_messages(parts.model, parts.strategy, group)
+    check_formats(parts.options, parts.strategy, parts.ledger)
     check_parameters(parts.model, sharded=sharding is not None)
 
 
-def _planned(
-    phases: Mapping[int, Parts], world_size: int, sharding: "Sharding | None"
-) -> tuple[Layout, list[nn.Parameter]]:
+def _planned(parts: Parts, world_size: int, sharding: "Sharding | None") -> tuple[Layout, list[nn.Parameter]]:
     """Return the layout, and the parameters in its order."""
-    parts = phases[0]
     whole = whole_groups(parts.optimizer)  # a replicated one, too, sees flat slices where owners do
     layout, parameters = plan_layout(
         parts.model,
@@ -328,13 +312,13 @@ def _planned(
         world_size=world_size if sharding is None else len(sharding.across),
         bucket_bytes=parts.options.bucket_bytes,
         widen=parts.options.accumulate == "fp32",
-        parts=math.lcm(*(max(1, one.ledger.fragments) for one in phases.values())),
+        parts=max(1, parts.ledger.fragments),
         whole_groups=whole,
     )
     if sharding is not None:
         _check_rows(parts, layout, len(sharding.inside))
     # Fragments are cut out of the buckets' first order.
-    if sharding is not None and not any(one.ledger.fragments for one in phases.values()):
+    if sharding is not None and not parts.ledger.fragments:
         from stretto.engine.sharding import arrivals
 
         layout = layout.filled_by(arrivals(parts.model, parameters))
@@ -354,7 +338,7 @@ def _check_rows(parts: Parts, layout: Layout, num_shards: int) -> None:
 
 
 def _connected(
-    phases: Mapping[int, Parts],
+    parts: Parts,
     layout: Layout,
     failures: FailureDetector,
     sharding: "Sharding | None",
@@ -364,14 +348,14 @@ def _connected(
     Where the ranks of a node hold shards, that one connects ranks with the same shard, and what connects the node's
     ranks is returned beside it.
     """
-    options = phases[0].options
+    options = parts.options
     # Nobody knows yet that all verify, or none.
     exchange = before = Exchange(failures.group, layout, FP32, failures.wait)
     follow: Wait | None = failures.follow if failures.orders_streams else None
     if sharding is None:  # what cannot be made of the options is told before anything is sent
-        exchange = exchange_of(options, failures.group, layout, failures.wait, follow)
+        exchange = _exchange_of(options, failures.group, layout, failures.wait, follow)
     text = layout.text() if sharding is None else layout.text_of_wholes()
-    agree(before, {**_settings(phases), "model": text}, f"rank {failures.rank}, before step 1")
+    agree(before, {**_settings(parts), "model": text}, f"rank {failures.rank}, before step 1")
     if sharding is None:
         exchange.take_account(before)
         return exchange, None
@@ -394,7 +378,7 @@ def _connected(
         small(failures.group, layout, FP32, failures.wait),
         numbers,
     )
-    return exchange_of(options, across, layout, wait, follow, sharding.across), within
+    return _exchange_of(options, across, layout, wait, follow, sharding.across), within
 
 
 def _watch_passes(model: nn.Module, failures: FailureDetector, sharding: "Sharding") -> None:
@@ -421,12 +405,12 @@ def _kind_of_model(sharding: "Sharding | None") -> Callable[..., SettlingModel]:
     return ShardedModel
 
 
-def owner_of(
+def _owner_of(
     parts: Parts, parameters: Sequence[Tensor], exchange: Exchange, within: Within | None
 ) -> ShardedOptimizer:
     """Return this rank's masters, with the values of the parameters, and an optimizer that has not stepped them."""
-    is_replicated, rehearses = parts.ownership
-    rank, num_owners = (0, 1) if is_replicated else (exchange.rank, exchange.world_size)
+    rank, num_owners = (0, 1) if parts.ledger.replicated else (exchange.rank, exchange.world_size)
+    rehearses = any(guard.rehearses_step for guard in parts.guards)
     layout, optimizer = exchange.layout, parts.optimizer
     if within is not None and (whole := {slot.group for slot in layout.slots if slot.is_whole}):
         optimizer = over_shards(optimizer, whole, within.exchange.group, layout.sets[0].device)
@@ -435,24 +419,22 @@ def owner_of(
     )
 
 
-def lane_of(
+def _lane_of(
     parts: Parts,
     exchange: Exchange,
     inside: Exchange | None,
     sharded: ShardedOptimizer,
     progress: Progress,
-    strikes: Strikes | None = None,
-    within: Within | None = None,
+    within: Within | None,
 ) -> Lane:
     """Put together what the strategy of `parts` brings into a job; all ranks must call.
 
     Args:
         parts: What the job is made of.
         exchange: Of the job.
-        inside: Among the ranks of this node, where a strategy of the job needs one.
-        sharded: This rank's masters, as `owner_of` cuts them.
+        inside: Among the ranks of this node, where the strategy needs one.
+        sharded: This rank's masters, as `_owner_of` cuts them.
         progress: Where the job stands.
-        strikes: What guards have counted so far in this job.
         within: The ranks of this node, where each holds a shard of the model.
     """
     ledger = parts.ledger
@@ -476,7 +458,7 @@ def lane_of(
         within=within,
     )
     performers = dict(replica.performers)
-    interpreter = _interpreter(parts, ledger, replica, strikes)
+    interpreter = _interpreter(parts, ledger, replica)
     if interpreter is not None:
         performers |= interpreter.performers
     weave: Weave | None = None if interpreter is None else functools.partial(guarded, ask=interpreter.ask)
@@ -503,9 +485,7 @@ def _kind_of_replica(
     return functools.partial(LocalAtRest, worker=worker, fragments=ledger.fragments)
 
 
-def _interpreter(
-    parts: Parts, ledger: Ledger, replica: AgreedReplica, strikes: Strikes | None
-) -> GuardInterpreter | None:
+def _interpreter(parts: Parts, ledger: Ledger, replica: AgreedReplica) -> GuardInterpreter | None:
     if not (parts.guards or replica.exchange.is_verified):
         return None
     return GuardInterpreter(
@@ -513,8 +493,9 @@ def _interpreter(
         replica,
         # Beside a lane that overlaps, forward passes may be writing any buffer.
         fixed=() if parts.strategy.overlaps else _fixed(parts.model),
-        strikes=strikes
-        or _strikes(parts.options, replica.exchange if replica.within is None else replica.within.everyone),
+        strikes=_strikes(
+            parts.options, replica.exchange if replica.within is None else replica.within.everyone
+        ),
         has_copies=ledger.replicated and not ledger.local,
     )
 
@@ -569,17 +550,12 @@ def _fixed(model: nn.Module) -> list[tuple[str, Tensor]]:
     ]
 
 
-def _settings(phases: Mapping[int, Parts]) -> dict[str, str]:
+def _settings(parts: Parts) -> dict[str, str]:
     """Return what ranks must hold alike, beside the layout, as text by name."""
-    parts, later = phases[0], [(step, parts) for step, parts in phases.items() if step]
     chosen = [f"{field.name}={getattr(parts.options, field.name)!r}" for field in dataclasses.fields(Options)]
-    followers = [
-        f"from update {step}: {one.strategy}, {one.micro_batches}, {one.options}, {one.guards}"
-        for step, one in later
-    ]
     fixed = [f"{name}: {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in untrained(parts.model)]
     found = {
-        "strategy": "\n".join([repr(parts.strategy), *followers]),
+        "strategy": repr(parts.strategy),
         "micro_batches": repr(parts.micro_batches),
         "options": "\n".join(chosen),
         "optimizer": name_of(parts.optimizer),
@@ -591,7 +567,7 @@ def _settings(phases: Mapping[int, Parts]) -> dict[str, str]:
     return {name: ADDRESS.sub("", text) for name, text in found.items()}
 
 
-def exchange_of(
+def _exchange_of(
     options: Options,
     group: dist.ProcessGroup,
     layout: Layout,

@@ -36,7 +36,7 @@ from stretto_lab.cli.help import COMMANDS
         ),
         ("train digits-resnet --strategy acco:frist=1", "acco has no setting 'frist'; there are first"),
         ("train digits-resnet --strategy auto:wire=int4", "'auto:wire=int4': auto takes no settings"),
-        ("train digits-resnet --strategy zero1+auto@100", "auto takes no settings and no turns"),
+        ("train digits-resnet --strategy zero1+acco@100", "no strategy is called 'zero1+acco@100'"),
         ("compare digits-resnet --strategies auto", "of train alone: expected --strategy auto there"),
         ("train digits-resnet --strategy ACCO", "did you mean 'acco'?"),
         ("train digits-resnet --interval 4", "a setting of a strategy, as --strategy diloco:interval=4"),

@@ -24,7 +24,6 @@ from stretto import (
     LocalSGD,
     Options,
     PAFTSync,
-    Switching,
     WeightPrediction,
     ZeRO1,
 )
@@ -40,7 +39,6 @@ STRATEGIES = {
     "diloco": DiLoCo(2),
     "diloco, delayed": DiLoCo(3, delay=1),
     "paft": PAFTSync(),
-    "in turns": Switching({0: ZeRO1(), 2: ACCO()}),
 }
 
 
@@ -49,7 +47,7 @@ def part_of_a_training(name: str, draws: random.Random) -> tuple[nn.Module, list
     torch.manual_seed(draws.randrange(1000))
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     settings: dict[str, object] = {}
-    if name not in ("paft", "in turns"):
+    if name != "paft":
         settings = draws.choice([{}, {"wire": "int8"}, {"guards": "standard"}])
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = draws.choice([None, torch.optim.lr_scheduler.StepLR(optimizer, 2)])
@@ -84,7 +82,6 @@ def test_nothing_is_left_of_a_job_that_was_dropped(name: str) -> None:
                 thread.join(0.01)
         parts.append(weakref.ref(model))
         del model
-        gc.collect()  # of a job whose strategies take turns: its holder goes, and the hooks with it
         gc.collect()
         assert [part() for part in parts] == [None] * len(parts)
 

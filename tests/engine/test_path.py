@@ -32,7 +32,6 @@ NOT_USED = (
     "stretto_lab/",
     "stretto/guards/",
     "stretto/averaging/",
-    "stretto/switching.py",
     "stretto/continuation.py",
     "stretto/held.py",
     "stretto/engine/noisy.py",

@@ -26,7 +26,6 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     **EVERY,
     "local": lambda: st.LocalSGD(rate=0.5),
     "diloco": lambda: st.DiLoCo(interval=2),
-    "switching": lambda: st.Switching({0: st.ZeRO1(), 3: st.ACCO()}),
 }
 VALUES: dict[str, Callable[[], Any]] = {
     "None": lambda: None,
@@ -189,9 +188,6 @@ CALLS: dict[str, Callable[[Job, Any], Any]] = {
     "diagnose": lambda job, odd: st.diagnose(odd, lambda _: None, batches=2, skip=0),
     "diagnose: update": lambda job, odd: st.diagnose(job.data, lambda _: odd, batches=2, skip=0),
     "Total": lambda job, odd: st.Total(odd),
-    "Phase": lambda job, odd: st.Phase(odd),
-    "Switching": lambda job, odd: st.Switching(odd),
-    "Switching: phase": lambda job, odd: st.Switching({0: odd}),
     "Noise": lambda job, odd: st.Noise(odd),
     **{
         f"DataParallel({name})": lambda job, odd, name=name: made(**{name: odd})

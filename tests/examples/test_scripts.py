@@ -63,12 +63,6 @@ def test_echo_takes_more_steps_from_the_same_batches() -> None:
     assert losses([again])[0] < losses([once])[0]
 
 
-def test_strategies_in_turns_do_not_show_in_the_loop() -> None:
-    for lines in (printed("switching.py"), printed_by_ranks("switching.py", 2)):
-        assert [line.rpartition(" ")[2] for line in lines] == ["local", "local", "ddp", "ddp"]
-        assert losses(lines)[-1] < losses(lines)[0] / 10
-
-
 def test_guards_give_back_the_undisturbed_run_to_the_bit() -> None:
     _, harmed, _, incident, repaired = printed("guards.py")
     assert float(harmed.rpartition(" ")[2]) > 0.1

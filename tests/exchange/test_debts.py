@@ -81,21 +81,6 @@ def bound(some: Sequence[Batch]) -> float:
     return 4 * len(some) * 8 * 2.0**-23 * len(some)
 
 
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("later", [st.DDP(), st.ZeRO1(), st.DPU(), st.LocalSGD(0.5)])
-def test_where_a_phase_on_a_plain_wire_follows(later: st.Strategy, seed: int) -> None:
-    draw = random.Random(seed)
-    wire, some = draw.choice(WIRES), batches(draw, KINDS)
-    jobs = [
-        Job(st.Switching({0: st.Phase(st.ZeRO1(), wire=first), PACKED_UPDATES: later}), "fp32", 1)
-        for first in (wire, "fp32")
-    ]
-    for job in jobs:
-        job.train(some[job.train(some) :])
-    packed, plain = (job.moved() for job in jobs)
-    assert (packed - plain).abs().max() < bound(some)
-
-
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("strategy", [st.ZeRO1(), st.DPU(), st.ACCO(), st.WeightPrediction()])
 def test_where_a_checkpoint_goes_on_on_a_plain_wire(strategy: st.Strategy, seed: int, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from stretto import ACCO, Audit, DataParallel, DiLoCo, Noise, Options, PAFTDyn, Switching, ZeRO1
+from stretto import ACCO, Audit, DataParallel, DiLoCo, Noise, Options, PAFTDyn
 from stretto.errors import ConfigError, ParametersTouched, UsageError
 from stretto.groups.collective_group import CollectiveGroup
 from tests.processes import run_ranks
@@ -84,7 +84,6 @@ CASES: dict[str, tuple[Callable[[], Made], tuple[str, ...]]] = {
         over(strategy=DiLoCo(worker="node"), options=Options(ranks_per_node=1)),
         ("worker='node'",),
     ),
-    "averages later": (over(strategy=Switching({0: ZeRO1(), 2: PAFTDyn()})), ("paft-dyn",)),
 }
 
 

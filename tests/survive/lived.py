@@ -39,7 +39,7 @@ TOTAL = st.Total(7)
 class Lived:
     """A job that loses ranks."""
 
-    strategy: st.Strategy | st.Switching = field(default_factory=st.ZeRO1)
+    strategy: st.Strategy = field(default_factory=st.ZeRO1)
     wire: str = "fp32"
     guards: Any = ()
     ranks: int = 3
@@ -238,7 +238,7 @@ def check_terms(found: dict[int, tuple[str, list[Told]]]) -> list[list[Told]]:
 
 
 def check_samples(
-    terms: list[list[Told]], strategy: st.Strategy | st.Switching, updates: int, samples: int = SAMPLES
+    terms: list[list[Told]], strategy: st.Strategy, updates: int, samples: int = SAMPLES
 ) -> None:
     """Every sample counts once in what was kept: in the last term by numbers, in those before by their count."""
     counted = {step: samples for told in terms for step, samples in sorted(told[0].counted.items())}

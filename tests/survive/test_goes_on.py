@@ -27,7 +27,6 @@ CASES = {
     "diloco": Lived(strategy=st.DiLoCo(interval=5)),
     "paft-sync": Lived(strategy=st.PAFTSync(4)),
     "paft-dyn": Lived(strategy=st.PAFTDyn()),
-    "zero1, then acco": Lived(strategy=st.Switching({0: st.ZeRO1(), 9: st.ACCO()})),
     "acco on int8": Lived(strategy=st.ACCO(), wire="int8"),
     "zero1 on int4, guarded": Lived(strategy=st.ZeRO1(), wire="int4", guards="standard"),
     "average on bf16": Lived(strategy=st.Average(4), wire="bf16"),

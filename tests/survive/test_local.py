@@ -41,7 +41,7 @@ class Job:
     """A job whose machines have a folder each."""
 
     folder: Path
-    strategy: st.Strategy | st.Switching = field(default_factory=st.ZeRO1)
+    strategy: st.Strategy = field(default_factory=st.ZeRO1)
     wire: str = "fp32"
     every: int | None = 3
     data: int = 0

@@ -33,7 +33,6 @@ CASES = {
     "diloco": Lived(strategy=st.DiLoCo(interval=5)),
     "acco on int8": Lived(strategy=st.ACCO(), wire="int8"),
     "zero1 on rotated4, guarded": Lived(strategy=st.ZeRO1(), wire="rotated4", guards="standard"),
-    "zero1, then acco": Lived(strategy=st.Switching({0: st.ZeRO1(), 9: st.ACCO()})),
     "zero1 with Muon": Lived(strategy=st.ZeRO1(), whole_tensors=True),
 }
 

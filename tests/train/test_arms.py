@@ -78,12 +78,6 @@ def test_what_a_text_was_resolved_to_says_all_options_and_the_same(seed: int) ->
     assert set(values) - left_out <= set(named_settings(arm.resolved, ()))
 
 
-def test_turns_are_resolved_each_by_itself() -> None:
-    assert parse_arm("average:4:wire=int4+acco@8").resolved == (
-        "average:every=4:fragments=2:delay=1:worker=rank:wire=int4@0+acco@8"
-    )
-
-
 @pytest.mark.parametrize("name", ["ddp", "zero1", "compute", "torch-ddp"])
 def test_a_method_without_a_communication_lane_has_no_clock(name: str) -> None:
     job = Job(task=Tiny(), clock=Clock(), micro_batches=3)
@@ -148,13 +142,12 @@ def test_a_format_that_arms_share_is_set_for_those_that_can_use_it_and_set_none(
     job = CompareConfig(task=Tiny(), wire="int8", changes="int4", estimates="int2")
     fitted = {
         text: job.fitted_to(parse_arm(text)).run_of(parse_arm(text))
-        for text in ("ddp", "zero1", "acco:wire=int4", "ddp+zero1@3", "compute")
+        for text in ("ddp", "zero1", "acco:wire=int4", "compute")
     }
     assert {text: (run.wire, run.changes, run.estimates) for text, run in fitted.items()} == {
         "ddp": ("int8", None, None),
         "zero1": ("int8", "int4", None),
         "acco:wire=int4": ("int4", "int4", "int2"),
-        "ddp+zero1@3": ("int8", "int4", None),
         "compute": ("int8", None, None),
     }
 

@@ -29,7 +29,6 @@ from tests.train.tiny import Tiny
 STAYING = (
     "ddp", "zero1", "dpu", "wp", "acco", "acco:first=1", "local:rate=0.3", "local:rate=0.4:plan=bernoulli",
     "diloco:interval=3", "average:3", "paft-sync:interval=3", "paft-sync:interval=2:overlap=on", "paft-dyn:maximum=4",
-    "zero1+acco@3", "acco+local:rate=0.5@4",
 )  # fmt: skip
 HEARING = tuple(text for text in STAYING if not any(name in text for name in ("local", "diloco", "average")))
 

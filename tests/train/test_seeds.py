@@ -49,7 +49,6 @@ def strikes(folder: Path) -> list[Any]:
 FAULT = parse_faults("contribution:rank=1:lasts=sticky:rate=0.3:bits=1")
 DRAWS: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "averages": (gaps, {"strategy": "local:rate=0.5:plan=bernoulli"}),
-    "averages in a phase": (gaps, {"strategy": "zero1+local:rate=0.5:plan=bernoulli@2"}),
     "averages with the echo": (
         gaps,
         {"strategy": "local:rate=echo:plan=bernoulli", "echo": "bernoulli:p=0.5"},

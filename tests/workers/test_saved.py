@@ -87,26 +87,6 @@ def test_settled_shows_the_mean_of_the_nodes_on_all_ranks() -> None:
     assert all(torch.equal(mean, expected) for _, mean in found)
 
 
-def test_taking_turns_with_synchronous_training_changes_nothing_on_a_lone_node() -> None:
-    """A mean of equal replicas with shares that are powers of two rounds nothing."""
-    plain = st.DiLoCo(interval=3, outer_lr=1.0, outer_momentum=0.0, worker="node")
-    plan = st.Switching({0: st.DDP(), 2: plain, 6: st.ZeRO1(), 8: st.LocalSGD(rate=0.5, worker="node")})
-
-    def program(rank: int, group: distributed.ProcessGroup, strategy: Strategy) -> list[Tensor]:
-        parallel = start(rank, group, strategy, options=NODES)
-        found = []
-        for step in range(UPDATES):
-            parallel.backward((parallel.model.weight * (step + rank) - 1).square().mean())
-            found.append(parallel.model.weight.detach().clone())
-        parallel.finish()
-        return [*found, parallel.model.weight.detach().clone()]
-
-    expected = VirtualCluster(2).run(lambda rank, group: program(rank, group, st.DDP())).values
-    found = VirtualCluster(2).run(lambda rank, group: program(rank, group, plan)).values
-    for ours, theirs in zip(found, expected, strict=True):
-        assert all(map(torch.equal, ours, theirs))
-
-
 @pytest.mark.parametrize("strategy", [DELAYED, LOCAL], ids=repr)
 def test_standard_guards_change_nothing_and_report_nothing(strategy: Strategy) -> None:
     bare = on_cluster(strategy, ranks=4, options=NODES)

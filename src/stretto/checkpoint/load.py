@@ -103,9 +103,6 @@ def load(
     left as they are, with a note. Under another strategy parameters and optimizer load, and the carry and the
     prediction, which mean nothing there, are dropped with a note. Nothing changes unless all of it can be read.
 
-    Where strategies take turns (`Switching`), the one goes on that is due at the checkpoint's step. If it is not at
-    work yet, gradients accumulated ahead are dropped and replicas averaged even if the checkpoint cannot be read.
-
     Nothing in the checkpoint is run: docs/security.md says what a damaged or hostile one can do.
 
     Args:
@@ -139,20 +136,15 @@ def load(
     else:
         reading = _Memory(parallel, ranks, source)
     saved = reading.saved
-    try:
-        with parallel.job.compute.lifetime.running():
-            parallel.enter_phase(saved.step)
-            continuation = parallel.continuation()
-            state = continuation.blank(
-                reading.names,
-                saved.world_size,
-                same_strategy=saved.strategy == parallel.strategy.name,
-                same_layout=saved.layout == parallel.job.layout_digest,
-            )
-        reading.read(state)
-    except CheckpointError:
-        parallel.enter_phase(parallel.steps)
-        raise
+    with parallel.job.compute.lifetime.running():
+        continuation = parallel.continuation()
+        state = continuation.blank(
+            reading.names,
+            saved.world_size,
+            same_strategy=saved.strategy == parallel.strategy.name,
+            same_layout=saved.layout == parallel.job.layout_digest,
+        )
+    reading.read(state)
     positions = tuple(unpack(packed, "the loader's state") for packed in state.get("loader", {}).values())
     goes_on = loader is not None and bool(positions) and saved.world_size == parallel.world_size
     if loader is not None and goes_on:

@@ -13,7 +13,7 @@ Note [The course of a round]
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Literal
@@ -76,17 +76,13 @@ class Course:
         """What each rank has said in the last round that landed."""
         self._is_stopped = False
         """Whether some rank has asked all to end for good."""
-        self.begin_phase(num_rounds)
-
-    def __str__(self) -> str:
-        return f"rank {self._rank}, after step {self.steps}"
-
-    def begin_phase(self, num_rounds: int) -> None:
-        """Begin with a strategy of so many rounds in an update; nothing is under way."""
         self.stage = Stage.ACCUMULATING
         self._last = num_rounds - 1
         self.place = 0
         """In its update, of the round that accumulates; it is one ahead of the round in flight."""
+
+    def __str__(self) -> str:
+        return f"rank {self._rank}, after step {self.steps}"
 
     # Rounds
 
@@ -228,7 +224,6 @@ class ComputeLane:
     ) -> None:
         self.model, self.statistics = model, model.statistics
         self._is_checked = False  # whether parameters were checked since the last micro-batch was counted
-        self._first: Callable[[], None] | None = None  # before a forward pass, where strategies take turns
         self.lifetime = Lifetime(failures, leave=self._leave)
         self._schedule = None if scheduler is None else Schedule(scheduler)
         self.course = Course(comm.replica.rank, len(quota.minima))
@@ -242,7 +237,16 @@ class ComputeLane:
         self._hyperparameters: Hyperparameters = []
         self._incidents: list[Incident] = []
         self._exposed_seconds, self._skipped_rounds = 0.0, 0  # since the last update
-        self.take_up(comm, quota, accumulate, GradientBuffer(comm.replica.exchange.layout))
+        self.comm, self.replica, self.runtime = comm, comm.replica, comm.runtime
+        self._timer = self.runtime.timer()  # of waits for the other lane
+        self.layout, self.overlaps, self.quota = comm.replica.exchange.layout, comm.strategy.overlaps, quota
+        self.accumulation = accumulate(
+            model.registered, GradientBuffer(self.layout)
+        )  # of the round that accumulates
+        self._keeps_pace = not quota.is_fixed
+        self._idle = GradientBuffer(self.layout) if self.overlaps else None
+        self.accumulation.attach()
+        self.replica.models_show(model.parameters)
         self._accounts = Accounts(self.runtime.now(), use_is_known=allow_unused)
         self.hooks = Hooks(
             model,
@@ -250,22 +254,6 @@ class ComputeLane:
             before_forward=self._before_forward,
             where=self.where,
         )
-
-    def take_up(self, comm: CommLane, quota: Quota, accumulate: Accumulate, buffer: GradientBuffer) -> None:
-        """Work with this communication lane from now on, and accumulate in `buffer`; nothing is under way."""
-        self.comm, self.replica, self.runtime = comm, comm.replica, comm.runtime
-        self._timer = self.runtime.timer()  # of waits for the other lane
-        self.layout, self.overlaps, self.quota = buffer.layout, comm.strategy.overlaps, quota
-        self.accumulation = accumulate(self.model.registered, buffer)  # of the round that accumulates
-        self._keeps_pace = not quota.is_fixed
-        self.course.begin_phase(len(quota.minima))
-        self._idle = GradientBuffer(self.layout) if self.overlaps else None
-        self.accumulation.attach()
-        self.replica.models_show(self.model.parameters)
-
-    def call_before_forward(self, first: Callable[[], None]) -> None:
-        """Call `first` before every training forward pass, where the take-off is."""
-        self._first = first
 
     # Where the job stands
 
@@ -467,6 +455,4 @@ class ComputeLane:
                 raise misuse.autocast_to_float16(self.where)
             # A take-off checks the parameters; their own backward pass brings it where others stand in for them.
             if self._ready is None or not self.model.is_replaced:
-                if self._first is not None:
-                    self._first()
                 self.before_micro_batch()

@@ -14,17 +14,12 @@ from stretto.optimizer import ShardedOptimizer
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Job:
-    """One rank's job, as `stretto.start` builds it.
-
-    Model, layout and compute lane last; the other parts are replaced where another strategy takes over.
-    """
+    """One rank's job, as `stretto.start` builds it."""
 
     model: SettlingModel
     """The user's model, parameters and optimizer."""
     layout: Layout
     exchange: Exchange
-    inside: Exchange | None
-    """Among the ranks of this node, on a group of its own; None where no strategy of the job has workers of several."""
     sharded: ShardedOptimizer
     """This rank's masters and private optimizer."""
     replica: AgreedReplica
@@ -46,7 +41,3 @@ class Job:
     def count_checkpoint(self) -> None:
         """One more has been saved."""
         self.num_checkpoints += 1
-
-    def work_with(self, comm: CommLane, exchange: Exchange, sharded: ShardedOptimizer) -> None:
-        """Take the parts of another strategy in the place of those that were there."""
-        self.exchange, self.sharded, self.replica, self.comm = exchange, sharded, comm.replica, comm

@@ -1,7 +1,5 @@
 """Layers that send messages of their own, beside those of a job."""
 
-from collections.abc import Iterable
-
 from torch import distributed as dist
 from torch import nn
 
@@ -10,7 +8,7 @@ from stretto.groups import may_wait_again
 from stretto.strategies import Strategy
 
 
-def check_messages(model: nn.Module, strategies: Iterable[Strategy], group: dist.ProcessGroup) -> None:
+def check_messages(model: nn.Module, strategy: Strategy, group: dist.ProcessGroup) -> None:
     """Raise where a layer sends during forward passes while a lane sends too, over NCCL.
 
     NCCL wants the operations of several communicators in one order on all ranks, or not at once. A lane that overlaps
@@ -18,20 +16,19 @@ def check_messages(model: nn.Module, strategies: Iterable[Strategy], group: dist
 
     Args:
         model: Of the user.
-        strategies: All that the job will have.
+        strategy: Of the job.
         group: Of the job.
 
     Raises:
-        UnsupportedModel: There is such a layer, and a strategy that overlaps.
+        UnsupportedModel: There is such a layer, and the strategy overlaps.
     """
-    overlapping = [strategy for strategy in strategies if strategy.overlaps]
     sending = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
-    if not overlapping or not sending or group.size() == 1:
+    if not strategy.overlaps or not sending or group.size() == 1:
         return
     if may_wait_again(group, next(model.parameters()).device):
         return
     raise UnsupportedModel(
-        f"model: expected no SyncBatchNorm under {overlapping[0]}, which exchanges beside forward passes, found "
+        f"model: expected no SyncBatchNorm under {strategy}, which exchanges beside forward passes, found "
         f"{sending[0]!r}: over NCCL the messages of both may wait for each other; take BatchNorm, or a strategy "
         "that does not overlap, as ZeRO1()"
     )

@@ -179,11 +179,12 @@ class Options:
         """
         if wire is None:
             return self
+        chosen = dataclasses.replace(self, wire=wire)  # before it is compared: it may be anything
         if self.wire not in (wire, Options().wire):
             raise ConfigError(
                 f"DataParallel(wire={wire!r}, options=Options(wire={self.wire!r})): expected one of them"
             )
-        return dataclasses.replace(self, wire=wire)
+        return chosen
 
     @property
     def wire_of_changes(self) -> Wire:
@@ -251,23 +252,19 @@ class Quota:
         return self.minima == self.maxima
 
 
-def check_formats(phases: Sequence[tuple[Options, Strategy, Ledger]]) -> None:
+def check_formats(options: Options, strategy: Strategy, ledger: Ledger) -> None:
     """Raise where a format is chosen for what is not sent.
-
-    Of strategies that take turns one that sends it is enough: the options of the job are those of all.
 
     Raises:
         ConfigError: Names the option and the strategy.
     """
     for field, example in (("changes", "zero1"), ("estimates", "acco")):
-        sent = {getattr(options, field) for options, _, ledger in phases if field in ledger.published}
-        for options, strategy, _ in phases:
-            chosen = getattr(options, field)
-            if chosen is not None and chosen not in sent:
-                raise ConfigError(
-                    f"Options({field}={chosen!r}): strategy {strategy.name} sends no {field}: leave it out, or take a "
-                    f"strategy that sends them, such as {example}"
-                )
+        chosen = getattr(options, field)
+        if chosen is not None and field not in ledger.published:
+            raise ConfigError(
+                f"Options({field}={chosen!r}): strategy {strategy.name} sends no {field}: leave it out, or take a "
+                f"strategy that sends them, such as {example}"
+            )
 
 
 def plan_quota(

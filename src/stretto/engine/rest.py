@@ -149,13 +149,12 @@ class RestingLane(ComputeLane):
         statistics = [at(closed[name], device) if name in closed else value for name, value in pairs]
         self._ready = dataclasses.replace(self.close_round(), statistics=statistics)
 
-    def begin_again(self, steps: int, round_index: int, counted: int) -> None:
+    def begin_again(self, steps: int, round_index: int) -> None:
         """Go on after so many updates and rounds, whose state is in place; drop what was accumulated.
 
         Args:
             steps: Updates that are committed.
             round_index: Of the round that comes next.
-            counted: Micro-batches that this rank has counted, where the job goes on in the same loop.
         """
         self._ready = None
         self.accumulation.begin(self.accumulation.buffer).attach()
@@ -164,7 +163,7 @@ class RestingLane(ComputeLane):
         if self._schedule is not None:
             self._schedule.forget()
         self.course.begin_again(steps)
-        self.num_counted, self._exposed_seconds, self._skipped_rounds = counted, 0.0, 0
+        self.num_counted, self._exposed_seconds, self._skipped_rounds = 0, 0.0, 0
         self.comm.progress.begin_again(steps, round_index)
         self.replica.begin_again()
         for listener in self.model.listeners:

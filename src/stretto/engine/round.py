@@ -313,10 +313,6 @@ class Progress:
         """Go on after so many updates and rounds."""
         self.step, self.round_index = step, round_index
 
-    def begin_phase(self, sent_bytes: int) -> None:
-        """Let the next update report all that is sent from here on, where so much had been sent."""
-        self.bytes_before = sent_bytes
-
     # For guards
 
     def note(self, incidents: Iterable[Incident]) -> None:

@@ -108,12 +108,11 @@ class JobState:
             },
         }
 
-    def load(self, state: State, counted: int = 0) -> None:
+    def load(self, state: State) -> None:
         """Replace the job's state by `state`, which was read from a checkpoint.
 
         Args:
             state: What was read.
-            counted: Micro-batches that this rank has counted, where the job goes on in the same loop.
 
         Raises:
             TornCheckpoint: A parameter is missing.
@@ -134,7 +133,7 @@ class JobState:
             self.job.comm.progress.accept(original_name(name), parameter)
         for group, names in zip(self.job.model.optimizer.param_groups, self._group_names(), strict=True):
             set_settings(group, _under(state["optimizer"], f"param_groups.{names[0]}."))
-        self.job.compute.begin_again(state["job"]["step"], state["job"]["round_index"], counted)
+        self.job.compute.begin_again(state["job"]["step"], state["job"]["round_index"])
         self.job.exchange.owe([])  # what is owed belongs to the course that ends here
 
     def cut(self, slot: Slot, buckets: Sequence[Tensor] | None) -> PartedTensor:

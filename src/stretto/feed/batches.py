@@ -111,10 +111,6 @@ class Batches(ABC):
         )
         """In this block the loader is asked; where it raises, other ranks are told at once, and the job ends."""
         self._on_update: Callable[[Update], None] | None = None
-        self._next_phase: int | None = None
-        """The update after which another strategy takes over; None where none does."""
-        self._begin_phase: Callable[[], None] = lambda: None
-        """Called there, before anybody hears of that update."""
         self._last_update: int | None = None
         """After which to end."""
         self._landed: list[Update] = []
@@ -122,10 +118,6 @@ class Batches(ABC):
         self._pass: Pass | None = None
         """The one under way, or the last one."""
         self._is_feeding = False
-
-    def expect_phase(self, step: int | None) -> None:
-        """Another strategy takes over after update `step`; none does where that is None."""
-        self._next_phase = step
 
     def batches(
         self,
@@ -154,7 +146,6 @@ class Batches(ABC):
         while True:
             with self._compute.lifetime.running():
                 self._land_in_sight(self._last_update)
-                self.land_phase()  # a checkpoint may have brought its round
             if self._is_over(current.until):
                 return
             batch = self._next(current)
@@ -199,18 +190,10 @@ class Batches(ABC):
 
     def arrived(self, update: Update | None) -> Update | None:
         """Tell of the update that a micro-batch has brought, if it has; return it."""
-        told = None if update is None else self._tell(update)
-        self.land_phase()
-        return told
-
-    def land_phase(self) -> None:
-        """Land the last update of a phase once it is in sight."""
-        self._land_in_sight(self._next_phase)
+        return None if update is None else self._tell(update)
 
     def _tell(self, update: Update) -> Update:
         """Return the update with what was taken from the loader, once `on_update` has heard of it."""
-        if self._next_phase is not None and self._compute.course.steps >= self._next_phase:
-            self._begin_phase()
         if not self.has_begun:
             return update
         update = self.input.fill(update)

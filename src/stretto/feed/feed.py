@@ -12,7 +12,7 @@ Note [The end of the data]
     the number of updates is given, nothing is accumulated after the last one: its rounds are landed at once.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from stretto.echo.loader import EchoLoader
@@ -36,14 +36,6 @@ class Feed(Batches):
         super().__init__(job)
         self._restored: Mapping[str, Any] | None = None
         """What a checkpoint says of the pass it was saved in, until the next pass begins."""
-
-    def take_turns(self, begin_phase: Callable[[], None]) -> None:
-        """Let strategies take turns.
-
-        Args:
-            begin_phase: Called after the last update of each, before anybody hears of that update.
-        """
-        self._begin_phase = begin_phase
 
     def state_of(self, loader: Any) -> Any:
         """Return the state of a loader, for a checkpoint: that behind the batch that was handed out last."""
@@ -91,13 +83,6 @@ class Feed(Batches):
                 self._pass_round()
         return self.take_landed()
 
-    def unite(self) -> None:
-        """Have replicas averaged where nothing is under way; all ranks come here after the same update."""
-        compute = self._compute
-        with compute.course.finishing(forgets=True):
-            while not (compute.is_clear and self._job.replica.agreement.is_united):
-                self._pass_round()
-
     def _begin_pass(self, loader: Iterable[Any], until: Until) -> Pass:
         """Begin a pass, or go on with the one that a checkpoint was saved in the end of."""
         self._compute.course.begin_pass()
@@ -105,7 +90,7 @@ class Feed(Batches):
         if restored is not None and restored["is_left"]:
             passes.leave(loader)
             restored = None
-        batches = self.input.begin(loader, JobUpdates(self._job, self._next_phase is None))
+        batches = self.input.begin(loader, JobUpdates(self._job))
         if restored is None:
             last = self._pass
             if last is None or last.batches is not batches:
@@ -161,7 +146,6 @@ class Feed(Batches):
         else:
             self._keep(compute.fly() if compute.has_round_ready else compute.end_round())
         self._land_in_sight(self._last_update)
-        self.land_phase()
 
     def _end(self, current: Pass) -> None:
         """Land what is left on any rank, and show the committed parameters; all ranks come here at the same round."""

@@ -9,13 +9,12 @@ class JobUpdates:
 
     Args:
         job: Of this rank.
-        has_one_strategy: Whether all updates to come have the same number of micro-batches, unless a clock decides it.
     """
 
-    def __init__(self, job: Job, has_one_strategy: bool) -> None:
+    def __init__(self, job: Job) -> None:
         self._compute = job.compute
         self.micro_batches = sum(job.compute.quota.minima)
-        self.is_fixed = has_one_strategy and job.compute.quota.is_fixed and job.compute.begins_update
+        self.is_fixed = job.compute.quota.is_fixed and job.compute.begins_update
         self._begun_at = -1  # micro-batches before the newest update
         self._versions: list[int] = []
         self._fingerprint = 0

@@ -82,25 +82,24 @@ ACCO_NOTE = (
     "while a comment in configuration ddp calls the same number 50B tokens, which fits 50,000 updates of 32 workers "
     "with 32 sequences each. The first is taken, and the warm-up is in the same unit. The code accumulates for as long "
     "as communication takes, as --clock 1,16 does; here two micro-batches make an update. Its DDP arm has 32 sequences "
-    "to a micro-batch and sums in fp32; here all arms have as many and sum in bf16. DPU begins with synchronous "
-    "updates, 1,000 of one micro-batch; with 32 workers they are 500 of two, because the whole run has 781."
+    "to a micro-batch and sums in fp32; here all arms have as many and sum in bf16. Its DPU begins with "
+    "1,000 synchronous updates of one micro-batch; here it delays from the first update on."
 )
 NOISE = Noise(1e-2)
 NOISE_NOTE = "The other degrees of noise: --noise 1e-4, 1e-3, 1e-2 or 1e-1."
 ECHO_NOTE = "Without echoes: --echo none, with the same samples. ddp averages gradients at every update."
 
 
-def _acco(source: str, *, warmup: int, first: int) -> dict[str, Setting]:
+def _acco(source: str, *, warmup: int) -> dict[str, Setting]:
     """Return what ACCO's code says of all experiments.
 
     Args:
         source: The page that says it of this one.
         warmup: Updates until the full learning rate is reached.
-        first: Synchronous updates of the DPU arm before its first delay.
     """
     return {
         "--strategy": Setting("acco", ACCO),
-        "--strategies": Setting(("ddp", f"zero1+dpu@{first}", "wp", "acco"), ACCO_ARMS),
+        "--strategies": Setting(("ddp", "dpu", "wp", "acco"), ACCO_ARMS),
         "--micro-batches": Setting(2, source),
         "--samples": Setting(400_000, ACCO_GRADIENTS if source == ACCO_CODE else source),
         "--wire": Setting("bf16", ACCO_MEMORY),
@@ -117,12 +116,12 @@ def _acco(source: str, *, warmup: int, first: int) -> dict[str, Setting]:
     }
 
 
-def _openwebtext(workers: int, *, warmup: int, first: int) -> Preset:
+def _openwebtext(workers: int, *, warmup: int) -> Preset:
     return Preset(
         summary=f"GPT-Neo 125M from nothing, OpenWebText, {workers} workers",
         recipe="language",
         settings={
-            **_acco(ACCO_CODE, warmup=warmup, first=first),
+            **_acco(ACCO_CODE, warmup=warmup),
             "--task.model": Setting("gpt-neo-125m", ACCO),
             "--task.length": Setting(1024, ACCO_CODE),
             "--workers": Setting(workers, ACCO_REPLY),
@@ -219,20 +218,20 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             summary="GPT-Neo 36M from nothing, TinyStories",
             recipe="language",
             settings={
-                **_acco(OURS, warmup=63, first=1000),
+                **_acco(OURS, warmup=63),
                 "--task.model": Setting("gpt-neo-36m", f"{ACCO}; its shape is our choice"),
                 "--task.length": Setting(512, OURS),
                 "--workers": Setting(8, OURS),
             },
             note="Of this experiment no configuration is published: all is as for OpenWebText.",
         ),
-        "acco-openwebtext": _openwebtext(8, warmup=63, first=1000),
-        "acco-openwebtext-32": _openwebtext(32, warmup=16, first=500),
+        "acco-openwebtext": _openwebtext(8, warmup=63),
+        "acco-openwebtext-32": _openwebtext(32, warmup=16),
         "acco-alpaca": Preset(
             summary="GPT-Neo 2.7B tuned, Alpaca",
             recipe="language",
             settings={
-                **_acco(ACCO_TUNING, warmup=0, first=50),
+                **_acco(ACCO_TUNING, warmup=0),
                 "--micro-batches": Setting(4, ACCO_TUNING),
                 "--samples": Setting(200_000, ACCO_GRADIENTS.replace(ACCO_CODE, ACCO_TUNING)),
                 "--task.model": Setting("gpt-neo-2.7b", ACCO),

@@ -89,7 +89,7 @@ def advice(outcome: Outcome, run: RunConfig[TaskConfig]) -> str:
     """
     exposed, seconds = outcome.exposed_seconds, outcome.training_seconds - outcome.seconds_before
     arm = parse_arm(run.strategy)
-    if arm.phases or arm.overlaps or run.micro_batches < 2 or not exposed or exposed < _BOTTLENECK * seconds:
+    if arm.overlaps or run.micro_batches < 2 or not exposed or exposed < _BOTTLENECK * seconds:
         return ""
     waiting = exposed / seconds
 

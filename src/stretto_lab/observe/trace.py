@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stretto.disk import writing_to
-from stretto.engine.job import Job
 from stretto.engine.round import Listener, LossFunction
 from stretto.json_lines import JsonLines
 from stretto.parallel import DataParallel
@@ -130,15 +129,11 @@ class Trace(Observer):
     def _follow(self, parallel: DataParallel) -> None:
         """Record what both lanes of a job do from now on."""
         compute = parallel.job.compute
-        compute.model.listeners.append(_MicroBatches(self, self._now, parallel.job))
+        compute.model.listeners.append(_MicroBatches(self, self._now))
         self._time_calls(compute, "wait_for_lane", "compute", "exposed")
         self._time_calls(parallel.feeding.input, "take", "compute", "data")
-        self.follow_strategy(parallel.job)
-
-    def follow_strategy(self, job: Job) -> None:
-        """Record what a job's strategy and guards do from now on."""
-        comm, replica = job.comm, job.replica
-        for guard in job.model.listeners:
+        comm, replica = parallel.job.comm, parallel.job.replica
+        for guard in compute.model.listeners:
             for name in () if isinstance(guard, _MicroBatches) else _GUARDED:
                 self._time_calls(guard, name, "compute", "guard")
         comm._performers = {
@@ -175,19 +170,12 @@ class Trace(Observer):
 
 
 class _MicroBatches(Listener):
-    """Hears of a job's micro-batches, and of strategies that take over."""
+    """Hears of a job's micro-batches."""
 
-    def __init__(self, trace: Trace, now: Callable[[], float], job: Job) -> None:
+    def __init__(self, trace: Trace, now: Callable[[], float]) -> None:
         self._trace = trace
         self._now = now
-        self._job = job
-        self._followed = job.comm
         self._began: float | None = None
-
-    def began_again(self) -> None:
-        if self._job.comm is not self._followed:  # another strategy has taken over
-            self._followed = self._job.comm
-            self._trace.follow_strategy(self._job)
 
     def micro_batch_begins(self, loss_function: LossFunction, batch: object) -> None:
         self._began = self._now()

@@ -91,8 +91,7 @@ def _time(
     if not np.isfinite(seconds):
         return None
     compute = float(np.maximum(0.0, seconds - exposed - data))
-    name = "" if "@" in strategy else strategy.partition(":")[0]  # of strategies that take turns, no one's
-    model = model_seconds(name, compute, lane, shares)
+    model = model_seconds(strategy.partition(":")[0], compute, lane, shares)
     return UpdateTime(
         seconds=seconds,
         compute=compute,

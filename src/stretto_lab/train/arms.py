@@ -2,15 +2,12 @@
 
     name[:key=value]...        for example  acco:first=1:wire=bf16  or  wp:clock=1,8:lr=2e-3  or  average:4
 
-A run names its strategy in the same way. Strategies that take turns are joined by +, each later one with the number of
-committed updates after which it begins:
-
-    name[:key=value]...[+name[:key=value]...@update]...        for example  zero1+acco:wire=int8@100+ddp@900
+A run names its strategy in the same way.
 """
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -31,7 +28,6 @@ from stretto.noise import Noise, parse_noise
 from stretto.schedules import Ramp, Schedule, parse_schedule
 from stretto.strategies import STRATEGIES, Strategy
 from stretto.strategies.ledger import ledger_of
-from stretto.switching import Phase, Switching, check_starts
 from stretto_lab.peers import PEERS
 
 SETTINGS: Mapping[str, Any] = MappingProxyType(
@@ -43,8 +39,6 @@ SETTINGS: Mapping[str, Any] = MappingProxyType(
     }
 )
 """Settings of a run that an arm may have for itself, and their types."""
-_OF_PHASES = ("wire", "changes", "estimates", "clock")
-"""Those that a strategy may have for itself that takes turns with others."""
 AUTO = "auto"
 """In the place of a strategy of `train`: the one that `stretto plan` would say."""
 AS_ECHO = "echo"
@@ -120,48 +114,37 @@ class Arm:
     """Options of the strategy's or the stock method's own."""
     settings: dict[str, Any]
     """Settings of the run, out of `SETTINGS`."""
-    phases: tuple[tuple[int, "Arm"], ...] = ()
-    """Strategies that take turns, each with the updates after which it begins; none where one stays."""
 
     @property
     def is_ours(self) -> bool:
         """Whether this is a strategy of the library, and not a stock method."""
-        return bool(self.phases) or self.name in STRATEGIES
+        return self.name in STRATEGIES
 
     @property
     def wire(self) -> str:
-        """The wire that is set for it, or else the default; strategies that take turns have their own."""
+        """The wire that is set for it, or else the default."""
         return str(self.settings.get("wire", "fp32"))
 
     @property
     def overlaps(self) -> bool:
         """Whether it has a communication lane that a clock could wait for."""
-        if self.phases:
-            return any(arm.overlaps for _, arm in self.phases)
         return self.is_ours and STRATEGIES[self.name].overlaps
 
     @property
     def is_by_node(self) -> bool:
-        """Whether the ranks of a node hold one replica together; only of a strategy that stays."""
+        """Whether the ranks of a node hold one replica together."""
         return ledger_of(self.strategy()).by_node
 
     @property
     def published(self) -> set[str]:
         """What it sends in a format of its own: changes, estimates; see `Ledger.published`."""
-        parts = [arm for _, arm in self.phases] or [self]
-        return {name for arm in parts if arm.is_ours for name in ledger_of(arm.strategy()).published}
+        return set(ledger_of(self.strategy()).published) if self.is_ours else set()
 
     def strategy(self) -> Strategy:
-        """Return the strategy with its options, as it is without a run; only where `is_ours`, and it stays.
+        """Return the strategy with its options, as it is without a run; only where `is_ours`.
 
         A rate that changes along a run is its mean; that of an echo is 1, which is the most.
-
-        Raises:
-            ConfigError: Several take turns.
         """
-        if self.phases:
-            parts = ", ".join(arm.text for _, arm in self.phases)
-            raise ConfigError(f"{self.text}: expected one strategy; look at each of them by itself: {parts}")
         return STRATEGIES[self.name](**{key: _without_run(value) for key, value in self.options.items()})
 
     @property
@@ -173,8 +156,6 @@ class Arm:
     @property
     def resolved(self) -> str:
         """The text that says the same with every option of the strategy in it; what is None and a seed are left out."""
-        if self.phases:
-            return "+".join(f"{arm.resolved}@{step}" for step, arm in self.phases)
         record = self.strategy() if self.is_ours else PEERS[self.name].options_type(**self.options)
         own = field_types(record.__class__)
         values = {name: getattr(record, name) for name in own}
@@ -185,22 +166,6 @@ class Arm:
         }
         texts |= named_settings(self.text, [*own, *SETTINGS])
         return ":".join([self.name, *(f"{name}={text}" for name, text in texts.items())])
-
-    def plan(self, strategy_of: "Callable[[Arm], Strategy] | None" = None) -> Strategy | Switching:
-        """Return the strategy, or the plan of those that take turns; only where `is_ours`.
-
-        Args:
-            strategy_of: Returns the strategy of an arm in a run; None is `strategy`, without one.
-        """
-        make = strategy_of or Arm.strategy
-        if not self.phases:
-            return make(self)
-        return Switching({step: arm._phase(make) for step, arm in self.phases})
-
-    def _phase(self, make: "Callable[[Arm], Strategy]") -> Phase:
-        settings = dict(self.settings)
-        clock = settings.pop("clock", None)
-        return Phase(make(self), micro_batches=clock if self.overlaps else None, **settings)
 
 
 def _without_run(value: Any) -> Any:
@@ -216,16 +181,10 @@ def parse_arm(text: str) -> Arm:
         UnknownName: No such strategy or stock method, or no such setting.
         ConfigError: A value cannot be read, or cannot be.
     """
-    first, *later = (part.strip() for part in re.split(r"\+(?=\s*[A-Za-z])", text))
-    if later or "@" in first:
-        phases = [_parse_phase(first if "@" in first else f"{first}@0", text)]
-        phases += [_parse_phase(part, text) for part in later]
-        check_starts([step for step, _ in phases])
-        return Arm(text, text, {}, {}, tuple(phases))
     name, _ = split_settings(text)
     if name == AUTO:
         raise ConfigError(
-            f"{text!r}: auto takes no settings and no turns, and is of train alone: expected --strategy auto there, or "
+            f"{text!r}: auto takes no settings, and is of train alone: expected --strategy auto there, or "
             "the name of a strategy"
         )
     if name not in STRATEGIES and name not in PEERS:
@@ -244,27 +203,6 @@ def parse_arm(text: str) -> Arm:
     else:
         PEERS[name].options_type(**arm.options)
     return arm
-
-
-def _parse_phase(part: str, whole: str) -> tuple[int, Arm]:
-    word, _, step = part.partition("@")
-    if not step.isdecimal():
-        start, colon, settings = step.partition(":")
-        moved = f"{word}{colon}{settings}@{start if start.isdecimal() else 100}"
-        raise ConfigError(
-            f"{whole!r}: cannot read {part!r}: expected the update behind which {word} begins, last, as {moved}"
-        )
-    arm = parse_arm(word)
-    if not arm.is_ours:
-        raise ConfigError(
-            f"{whole!r}: {arm.name} is a stock method, which takes turns with nothing; leave it out"
-        )
-    if others := sorted(arm.settings.keys() - set(_OF_PHASES)):
-        raise ConfigError(
-            f"{whole!r}: {others[0]} is of the whole run: expected {', '.join(_OF_PHASES)} or options of {arm.name}; "
-            "set it for the run"
-        )
-    return int(step), arm
 
 
 def parse_arms(texts: Sequence[str], learning_rates: Mapping[str, float]) -> list[Arm]:

@@ -20,7 +20,7 @@ from stretto.errors import ConfigError
 from stretto.records import Update
 from stretto.schedules import Length
 from stretto.strategies.ledger import ledger_of
-from stretto_lab.train.arms import Arm, parse_arm
+from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.configuration import RunConfig, TaskT, samples_of
 
 
@@ -140,11 +140,10 @@ def budget_of(run: RunConfig[TaskT], world_size: int) -> Budget | None:
     batch = samples_of(run.task)
     nominal = (run.total_micro_batches or world_size * run.micro_batches) * batch
     arm = parse_arm(run.strategy)
-    parts = [part for _, part in arm.phases] or [arm]
-    has_clock = run.clock is not None or any("clock" in part.settings for part in parts)
+    has_clock = run.clock is not None or "clock" in arm.settings
     if not has_clock and run.echo == "none":
         return Budget(samples, nominal)
-    if not any(map(_steps_alone, parts)):
+    if not (arm.is_ours and ledger_of(arm.strategy()).local):
         return Budget(samples, nominal, lambda update: update.fresh_samples)
     is_unequal = has_clock or run.survive or run.total_micro_batches is not None
     if is_unequal or isinstance(parse_plan(run.echo, 1), Ready | Auto) or run.nonfinite == "skip":
@@ -155,7 +154,3 @@ def budget_of(run: RunConfig[TaskT], world_size: int) -> Budget | None:
         )
     # Seed and step decide, so every rank has loaded as much as this one.
     return Budget(samples, nominal, lambda update: update.fresh * batch * world_size)
-
-
-def _steps_alone(arm: Arm) -> bool:
-    return arm.is_ours and ledger_of(arm.strategy()).local

@@ -236,7 +236,7 @@ class RunConfig(Job[TaskT]):
 
     strategy: str = "zero1"
     """auto, ddp, zero1, dpu, wp, acco, average, local, diloco, paft-sync or paft-dyn; what is set for it alone follows
-    after colons, as in acco:first=1 or average:4:wire=int4. Several take turns as in zero1+acco:wire=int8@100+ddp@900.
+    after colons, as in acco:first=1 or average:4:wire=int4.
     auto takes what `stretto plan` says."""
     total_micro_batches: int | None = None
     """Micro-batches of all ranks together in an update, dealt out in turn, instead of `micro_batches` of each; so that

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypeVar
 
@@ -121,7 +120,7 @@ def open_handle(
     return DataParallel(
         model,
         optimizer,
-        arm.plan(partial(strategy_of, run=run, budget=budget)),
+        strategy_of(arm, run, budget),
         micro_batches=micro_batches,
         scheduler=scheduler,
         group=group,
@@ -165,15 +164,6 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
         raise ConfigError(
             f"slow with strategy={arm.text!r}: a stock method tells nobody of its micro-batches: expected strategies "
             "of the library"
-        )
-    if arm.phases and run.faults:
-        raise ConfigError(
-            f"{arm.text}: faults strike the parts of one strategy; rehearse them under each by itself"
-        )
-    if arm.phases and run.clock is not None:
-        raise ConfigError(
-            f"clock={run.clock.minimum},{run.clock.maximum} with strategies that take turns: write it where it counts, "
-            f"as acco:clock={run.clock.minimum},{run.clock.maximum}@100"
         )
     if arm.is_ours:
         model = nn.ParameterList([torch.zeros(1)])

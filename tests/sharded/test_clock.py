@@ -1,4 +1,4 @@
-"""Strategies in turns, and rounds by a clock, over shards: as ranks with whole models."""
+"""Rounds by a clock over shards: as ranks with whole models."""
 
 import dataclasses
 import random
@@ -9,62 +9,20 @@ from stretto import (
     ACCO,
     DPU,
     Clock,
-    Phase,
-    Switching,
     ZeRO1,
 )
 from stretto.engine.runtime import Pending
 from tests.processes import run_ranks
 from tests.sharded.jobs import (
-    STRATEGIES,
     WORLD_SIZE,
     Case,
     Outcome,
-    adamw,
     mesh_of,
-    run_sharded,
-    run_whole,
     sharded,
     train,
     unsharded,
 )
 from tests.sharded.test_laws import tolerance
-
-
-def plans(wires: Sequence[str | None]) -> list[Switching]:
-    """Three strategies each, so that every one takes over, and is taken over from."""
-    draws = random.Random(f"plans {wires}")
-    found = []
-    for _ in range(4):
-        strategies, starts = draws.sample(STRATEGIES, 3), sorted(draws.sample(range(1, 5), 2))
-        phases = {}
-        for start, strategy in zip((0, *starts), strategies, strict=True):
-            wire = draws.choice([one for one in wires])
-            phases[start] = strategy if wire is None else Phase(strategy, wire=wire)
-        found.append(Switching(phases))
-    return found
-
-
-def in_turns(rank: int) -> tuple[list[tuple[Outcome, Outcome]], list[bool]]:
-    nodes = []
-    for plan in plans([None]):
-        case = Case(strategy=plan, updates=6)
-        nodes.append((run_sharded(case, rank, 2, 2), run_whole(case, rank, nodes=2)))
-    alone = []
-    for plan in plans([None, "int8", "int4"]):
-        case = Case(strategy=plan, updates=6, optimizer=adamw)
-        alone.append(run_sharded(case, rank, WORLD_SIZE, 1).equals(run_whole(case, rank)))
-    return nodes, alone
-
-
-def test_strategies_in_turns_are_those_of_ranks_with_whole_models() -> None:
-    for nodes, alone in run_ranks(WORLD_SIZE, in_turns):
-        assert all(alone), [
-            plan for plan, same in zip(plans([None, "int8", "int4"]), alone, strict=True) if not same
-        ]
-        for plan, (outcome, expected) in zip(plans([None]), nodes, strict=True):
-            assert outcome.distance(expected) <= tolerance(Case(updates=6), expected), plan
-            assert [one.weight for one in outcome.updates] == [one.weight for one in expected.updates], plan
 
 
 class Looked:
