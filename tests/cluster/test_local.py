@@ -3,6 +3,8 @@
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.test_survival import as_root, in_space, kill, machines, says, until
 from tests.docs.pages import DOCS, code_blocks
 
@@ -36,6 +38,7 @@ def goes_on(logs: list[Path], times: int) -> bool:
     )
 
 
+@pytest.mark.long
 @as_root
 def test_ranks_and_then_a_whole_machine_are_lost_and_all_go_on_from_what_the_machines_remember(
     tmp_path: Path,

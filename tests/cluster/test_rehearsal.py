@@ -82,6 +82,7 @@ def killed_in_mid_run(spaces: Sequence[str]) -> list[str]:
     return [line for line in Path("complaints of 0").read_text().splitlines() if line.startswith("stretto: ")]
 
 
+@pytest.mark.long
 @as_root
 def test_the_commands_of_the_page_train_on_two_nodes_and_go_on_to_the_same_bits_when_one_was_lost() -> None:
     undisturbed = f"{OPTIONS} --workers 4 --ranks-per-node 2 --run-dir whole"

@@ -95,6 +95,7 @@ def machines(folder: Path, count: int) -> Iterator[tuple[list[str], list[Path], 
                 process.wait()
 
 
+@pytest.mark.long
 @as_root
 def test_the_commands_for_ssh_go_on_without_those_that_come_again_are_lost_or_are_told_to_leave(
     tmp_path: Path,
@@ -184,6 +185,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
         self._stack.close()
 
 
+@pytest.mark.long
 @with_slurm
 def test_the_batch_script_goes_on_when_a_task_is_killed(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")

@@ -78,6 +78,7 @@ def on_a_slow_link(rank: int, strategy: st.Strategy) -> tuple[int, int]:
     return plain, trained(rank, large(), WIDTH, strategy, link, after_1=is_late)
 
 
+@pytest.mark.long
 def test_a_model_of_20_mb_behind_100_mbit_with_a_rank_that_is_seconds_late() -> None:
     with ThreadPoolExecutor(len(STRATEGIES)) as pool:  # side by side, as all they do is wait
         found = list(pool.map(lambda strategy: run_ranks(2, on_a_slow_link, strategy), STRATEGIES))
@@ -138,6 +139,7 @@ def planned(rank: int) -> Machine:
         return measure_task(ranks, task, 2, 1, stages)
 
 
+@pytest.mark.long
 def test_a_plan_behind_100_mbit_with_a_rank_that_is_seconds_late() -> None:
     one, other = run_ranks(2, planned, backend=NCCL_LIKE, prepare=register_behind_100mbit)
     assert one.link == other.link

@@ -37,6 +37,7 @@ def test_torchrun_needs_nothing_but_the_script() -> None:
     assert set(torch.load("model.pt")) == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
+@pytest.mark.long
 def test_shards_of_a_node_train_as_one_model() -> None:
     (line,) = printed_by_ranks("sharded.py", 2)
     assert line.startswith("160 updates on 1 nodes of 2 shards, loss ")
@@ -70,6 +71,7 @@ def test_guards_give_back_the_undisturbed_run_to_the_bit() -> None:
     assert float(repaired.rpartition(" ")[2]) == 0
 
 
+@pytest.mark.long
 def test_a_rank_is_killed_the_others_go_on_and_another_comes_in() -> None:
     # It starts processes of its own, which read the script again.
     program = [sys.executable, str(EXAMPLES / "survive.py")]
@@ -82,6 +84,7 @@ def test_a_rank_is_killed_the_others_go_on_and_another_comes_in() -> None:
     assert losses(lines)[-1] < losses(lines)[0]
 
 
+@pytest.mark.long
 def test_the_recipe_learns_on_two_workers_with_options_of_its_own() -> None:
     options = "--updates 100 --task.hidden 16 --task.lr 0.05 --no-tensorboard --run-dir run"
     arguments = ["train", f"{EXAMPLES / 'recipe.py'}:sine", *options.split()]
@@ -94,6 +97,7 @@ def test_the_recipe_learns_on_two_workers_with_options_of_its_own() -> None:
     assert torch.load("run/model.pt")["0.weight"].shape == (16, 1)
 
 
+@pytest.mark.long
 def test_a_run_on_nodes_goes_on_on_other_ranks() -> None:
     assert printed_by_ranks("four_nodes.py", 2, "--run-dir", "gpt", "--updates", "10") == [
         "10 updates on 2 ranks"

@@ -78,6 +78,7 @@ def check(lived: Lived, folder: Path) -> None:
     assert run_ranks(len(last.seats), fresh, lived, paths[0]) == [model] * len(last.seats), lived
 
 
+@pytest.mark.long
 def test_what_goes_on_is_to_the_bit_what_fresh_processes_make_of_the_same_state(tmp_path: Path) -> None:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         cases = [drawn(seed, lived) for seed, lived in enumerate(CASES.values())]
@@ -100,6 +101,7 @@ def has_whole_state(lived: Lived) -> bool:
     return len(lived.killed) < 2
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("part", range(4))
 def test_a_job_goes_on_whoever_is_killed_in_whichever_collective(part: int) -> None:
     def goes_on(seed: int) -> None:
@@ -117,6 +119,7 @@ def test_a_job_goes_on_whoever_is_killed_in_whichever_collective(part: int) -> N
         list(pool.map(goes_on, range(6 * part, 6 * part + 6)))
 
 
+@pytest.mark.long
 def test_one_that_is_stopped_is_left_out_and_says_so_when_it_wakes() -> None:
     lived: Any = replace(CASES["zero1"], killed=((1, 60),), stopped=(1,))
     found = living(lives(lived), lived)
@@ -137,6 +140,7 @@ def visited(seed: int) -> Lived:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 def test_one_is_killed_or_wakes_with_other_values_and_another_comes(seed: int, tmp_path: Path) -> None:
     check(visited(seed), tmp_path)

@@ -84,6 +84,7 @@ def wakes(rank: int, seed: int) -> set[float]:
     return set(whole.tolist())
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_process_that_was_left_and_wakes_changes_nothing_and_hears_of_it(seed: int) -> None:
     assert run_ranks(2, wakes, seed)[0] == {5.0}
@@ -119,6 +120,7 @@ def ends_amid(rank: int, comes: bool) -> tuple[str, float, float]:
     return str(caught.value), heard - began, answered
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("comes", [False, True])
 def test_a_member_that_ends_while_a_group_is_made_is_not_waited_for_once_somebody_says_so(
     comes: bool,
@@ -193,6 +195,7 @@ def many_terms(rank: int) -> list[tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.long
 def test_a_hundred_terms_in_one_process_leave_neither_threads_nor_descriptors_nor_memory() -> None:
     for found in run_ranks(2, many_terms):
         assert len(found) == TERMS + 1

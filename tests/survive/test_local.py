@@ -85,6 +85,7 @@ class Job:
         return sorted((path for path, one in found.items() if one), key=lambda path: found[path] or ())
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("seed", range(len(STRATEGIES)))
 def test_after_the_loss_of_a_machine_the_others_bring_the_state_and_the_job_ends_with_the_same_bits(
     seed: int, tmp_path: Path
@@ -107,6 +108,7 @@ def test_after_the_loss_of_a_machine_the_others_bring_the_state_and_the_job_ends
     assert [life.model for life in lives] == [life.model for life in whole]
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("seed", range(6))
 def test_on_other_machines_and_as_many_of_them_as_there_are_every_sample_counts_once(
     seed: int, tmp_path: Path

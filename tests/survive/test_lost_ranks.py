@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None,
     reason="needs Linux, root and iproute2",

@@ -321,6 +321,7 @@ def check_alike(lives: dict[int, Life], case: Case) -> None:
     assert all(len(digests) == 1 for digests in found.values()), (case, found)
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_after_any_sequence_one_list_one_state_every_sample_once_and_no_byte_from_outside(part: int) -> None:
     first = part * TRIALS_OF_A_PART

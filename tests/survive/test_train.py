@@ -126,6 +126,7 @@ def mortal(
     return run
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_run_whose_worker_is_killed_goes_on_to_its_end(
     victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -161,6 +162,7 @@ def test_nobody_waits_for_what_a_new_process_builds_and_nobody_builds_twice(
     assert sorted(BUILT.read_text().split()) == ["0", "1", "1", "2"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [{"ranks_per_node": 2}, {"shard": 2}], ids=str)
 def test_a_node_that_has_lost_a_worker_comes_in_again_whole(
     how: dict[str, int],
@@ -181,6 +183,7 @@ def test_a_node_that_has_lost_a_worker_comes_in_again_whole(
     assert "worker 3 is lost (seat 3: the others go on without this process" in capfd.readouterr().out
 
 
+@pytest.mark.long
 def test_where_no_node_is_whole_any_more_the_run_ends_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +201,7 @@ def test_an_error_that_a_worker_raises_ends_the_run(tmp_path: Path, monkeypatch:
         train(LocalRanks(3), mortal(raises=True), shows_progress=False)
 
 
+@pytest.mark.long
 def test_a_worker_that_guards_name_is_left_out_and_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -258,6 +262,7 @@ def comes_later(rank: int, port: int) -> list[tuple[int, int, int]]:
     return terms
 
 
+@pytest.mark.long
 def test_who_comes_later_comes_in_where_a_state_was_kept_and_nothing_is_done_again() -> None:
     store = host_store("127.0.0.1", 0)
     outcomes = rank_outcomes(4, comes_later, store.port, backend=None)
@@ -302,6 +307,7 @@ def leaves_with_notice(rank: int, port: int) -> tuple[list[tuple[int, int, int]]
     return terms, last[0], ""
 
 
+@pytest.mark.long
 def test_one_that_is_told_to_leave_does_so_with_all_it_has_done() -> None:
     """No state was due: it is kept because of the signal, in all processes after the same update."""
     store = host_store("127.0.0.1", 0)

@@ -29,6 +29,7 @@ def written(folder: str) -> tuple[object, ...]:
     return records(folder), evaluations(folder), model_bits(folder)
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(
     ("strategy", "moments"),
     [("acco", 2), ("wp", 1), ("dpu", 1), ("zero1", 1), ("ddp", 1), ("local:rate=0.3", 1)],
@@ -49,6 +50,7 @@ def test_a_killed_run_resumes_to_the_bit(strategy: str, moments: int) -> None:
         assert written(f"killed-{moment}") == written("whole")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["zero1", "acco"])
 def test_without_checkpoints_on_a_disk_a_killed_run_goes_on_from_the_memory_of_its_machine(
     strategy: str,
@@ -66,6 +68,7 @@ def test_without_checkpoints_on_a_disk_a_killed_run_goes_on_from_the_memory_of_i
     assert written("killed") == written("whole")
 
 
+@pytest.mark.long
 def test_of_a_state_in_memory_and_a_checkpoint_on_disk_the_newer_one_counts() -> None:
     run = tiny_run("run", strategy="zero1", updates=23, resume=True, local_checkpoints="memory")
     train(dataclasses.replace(run, run_dir="whole", local_checkpoints=None))
@@ -78,6 +81,7 @@ def test_of_a_state_in_memory_and_a_checkpoint_on_disk_the_newer_one_counts() ->
     assert written("run") == written("whole")
 
 
+@pytest.mark.long
 def test_in_mid_write_beside_training_a_kill_costs_one_checkpoint() -> None:
     train(tiny_run("whole", strategy="acco"))
     run = tiny_run("hit", strategy="acco", async_save=True)
@@ -89,6 +93,7 @@ def test_in_mid_write_beside_training_a_kill_costs_one_checkpoint() -> None:
     assert written("hit") == written("whole")
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("strategy", ["zero1", "ddp", "acco", "wp", "average:2"])
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_stop_signal_to_any_rank_lands_and_saves_and_the_run_goes_on(
@@ -148,6 +153,7 @@ def test_where_every_checkpoint_is_damaged_the_run_does_not_begin_anew() -> None
         train(dataclasses.replace(run, resume=True))
 
 
+@pytest.mark.long
 def test_a_run_resumes_at_another_world_size_with_the_same_samples() -> None:
     # Without dropout, whose draws belong to ranks.
     whole = dataclasses.replace(tiny_run("two", strategy="zero1"), task=Tiny(dropout=0.0))

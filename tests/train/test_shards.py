@@ -32,6 +32,7 @@ def values(folder: str) -> dict[str, torch.Tensor]:
     return dict(torch.load(Path(folder, "model.pt")))
 
 
+@pytest.mark.long
 def test_shards_train_as_whole_models_do_and_leave_the_same_files() -> None:
     for folder, shard in (("whole", 1), ("two", 2), ("four", 4)):
         train(run_of(folder, shard=shard), RANKS)
@@ -50,6 +51,7 @@ def test_micro_batches_of_all_ranks_together_are_as_many_on_shards() -> None:
         check_run(run_of("shards", total_micro_batches=13), RANKS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["acco:wire=int4", "diloco:interval=2:fragments=1"])
 def test_a_killed_run_of_shards_resumes_to_the_bit_and_goes_on_with_whole_models(strategy: str) -> None:
     calls = train(run_of("undisturbed", strategy=strategy), RANKS, train_until_killed, 0, -1)
@@ -66,6 +68,7 @@ def test_a_killed_run_of_shards_resumes_to_the_bit_and_goes_on_with_whole_models
     assert (outcome.resumed_from, outcome.updates) == (10, 12)
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("lora", [[], ["--task.lora-rank", "2"]], ids=["whole", "lora"])
 def test_the_language_recipe_trains_on_shards_and_publishes_what_it_has_trained(
     lora: list[str], capsys: pytest.CaptureFixture[str]
@@ -110,6 +113,7 @@ def smooth(rank: int, world_size: int, seed: int, updates: int | None) -> Task:
     return Tiny(normed=False).build(rank, world_size, seed, updates)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["stdlib-gpt", f"{__file__}:smooth"], ids=["stdlib-gpt", "one's own"])
 def test_recipes_without_batch_normalisation_train_on_shards(name: str) -> None:
     options = ["--size", "0.1m", "--batch", "2", "--evaluation-windows", "4", "--sample.length", "2"]

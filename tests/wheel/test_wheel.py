@@ -88,6 +88,7 @@ def test_the_wheel_says_its_version_its_licence_and_its_readme(wheel: Path) -> N
     assert body.startswith("# Stretto")
 
 
+@pytest.mark.long
 def test_the_tutorial_and_a_model_of_own_text_work_as_typed_in_an_empty_folder(installed: Path) -> None:
     sources = code_blocks(TUTORIAL, "tests/wheel/test_wheel.py")
     for name, source in zip(re.findall(r"`(\w+\.py)`[:.]", TEXT), sources, strict=True):
