@@ -29,9 +29,13 @@ def folder_of(given: object, argument: str) -> Path:
         ConfigError: It is no path.
     """
     try:
-        return Path(given)  # type: ignore[arg-type]  # is it one?
-    except TypeError as error:
-        raise ConfigError(f"{argument}: expected the path of a folder, found {shown(given)}") from error
+        path = Path(given)  # type: ignore[arg-type]  # is it one?
+        os.fsencode(path)
+    except (TypeError, UnicodeEncodeError):
+        path = None
+    if path is None or "\0" in str(path):
+        raise ConfigError(f"{argument}: expected the path of a folder, found {shown(given)}")
+    return path
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:

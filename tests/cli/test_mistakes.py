@@ -85,7 +85,7 @@ def test_a_name_that_does_not_exist_is_one_line_and_exit_code_2(
         ("--wire fp8", "bf16"),
         ("--task.batch 1", "--task.batch must be at least 2, found 1"),
         ("--seconds -1", "--seconds must be positive, found -1"),
-        ("--clip-norm -1", "--clip-norm -1.0: expected a positive norm"),
+        ("--clip-norm -1", "--clip-norm -1.0: expected a positive, finite norm"),
         ("--timeout-seconds 0", "--timeout-seconds 0.0: expected"),
         ("--wire INT4", "did you mean 'int4'?"),
         ("--wire fp3", "did you mean 'fp32'?"),
@@ -142,6 +142,31 @@ def test_a_configuration_that_does_not_say_what_made_the_run_is_refused(
     assert main(["resume", "run"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("stretto: run/config.json does not say which command made the run")
+
+
+@pytest.mark.parametrize("digest", [None, "of another content"])
+@pytest.mark.parametrize(
+    "place", ["run/model.py:f", "model.py:f", "run.model:f", "run:f", "run.inside.model:f", "run/gone.py:f"]
+)
+def test_a_folder_from_somebody_else_has_no_code_of_its_own_run(
+    place: str, digest: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run/inside").mkdir(parents=True)
+    for name in (
+        "run/model.py",
+        "model.py",
+        "run/__init__.py",
+        "run/inside/__init__.py",
+        "run/inside/model.py",
+    ):
+        Path(name).write_text("open('it-has-run', 'w')")
+    command = {"recipe": place, "digest": digest, "options": ["--task.lr", "0.1"]}
+    Path("run/config.json").write_text(json.dumps({"command": command}))
+    assert main(["resume", "run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"stretto: run/config.json names the recipe {place}, whose code would run, and ")
+    assert line.endswith(f"name it: stretto resume run {place}")
+    assert not Path("it-has-run").exists()
 
 
 def test_a_missing_package_is_an_install_command(

@@ -72,11 +72,28 @@ def test_a_module_of_the_current_folder_is_found_with_its_neighbours() -> None:
     assert recipe("own_package.tasks:tiny").lr == 0.125
 
 
-def test_a_changed_file_has_another_digest() -> None:
-    before = options()
-    known = digest(before)
-    Path("own_tiny.py").write_text(GOOD + "\n")
-    assert digest(before) != known
+def test_a_changed_file_has_another_digest_and_is_not_run_for_it() -> None:
+    Path("own_package", "inside").mkdir(parents=True)
+    for name in ("__init__", "inside/__init__", "inside/tasks", "other"):
+        Path(f"own_package/{name}.py").write_text("raise SystemExit('imported')")
+    for place, name in (
+        ("own_package/other.py:f", "other"),
+        ("own_package.inside.tasks:f", "inside/tasks"),
+        ("own_package.inside:f", "inside/__init__"),
+    ):
+        known = digest(place)
+        assert known is not None
+        with Path(f"own_package/{name}.py").open("a") as file:
+            file.write("\n")
+        assert digest(place) not in (known, None), place
+    for place in (
+        "own_gone.py:f",
+        "own_package.gone:f",
+        "own_package.other.gone:f",
+        "own_gone:f",
+        "own_package:f",
+    ):
+        assert (digest(place) is None) == ("gone" in place), place
 
 
 ARGUMENTS = "rank, world_size, seed, updates"

@@ -140,7 +140,7 @@ def test_a_file_that_is_cut_or_damaged_or_half_written_is_not_read(tmp_path: Pat
         content = bytearray(own.read_bytes())
         content[len(content) // 2] ^= 1
         own.write_bytes(content[: -1 if machine == "b" else None])
-        (tmp_path / machine / "xyz.part").write_bytes(content)
+        (tmp_path / machine / f"{own.name}.ab12cd34.part").write_bytes(content)
     lives = job.live(machines, 9)
     assert begin > lives[0].begin > 0
     assert not list(tmp_path.glob("*/*.part"))
@@ -187,7 +187,7 @@ def test_a_process_that_ends_before_the_first_state_is_whole_costs_nothing(tmp_p
         path.unlink()
     for path in job.files("a")[1:]:
         path.unlink()
-    (tmp_path / "a" / "was-whole").unlink(missing_ok=True)
+    (tmp_path / "a" / "stretto-was-whole").unlink(missing_ok=True)
     assert [life.begin for life in job.live(machines, UPDATES)] == [0, 0]
 
 
@@ -242,7 +242,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
     """A folder in the machine's memory that has room for a few shares."""
     folder = tmp_path / "small"
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "tmpfs", folder], check=True)
     try:
         yield folder
     finally:
@@ -312,3 +312,9 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
         st.LocalCheckpoints(3)  # type: ignore[arg-type]  # what is refused
     with pytest.raises(ConfigError, match="every=0: expected a number of updates, from 1"):
         st.LocalCheckpoints(tmp_path, every=0)
+    for name in ("a\0b", "a\ud800"):
+        with pytest.raises(ConfigError, match="folder: expected the path of a folder, found"):
+            st.LocalCheckpoints(str(tmp_path / name))
+    for machine in (-1, 3.5, object(), [1], ""):
+        with pytest.raises(ConfigError, match=r"machine=.*: expected its name, as a text"):
+            st.LocalCheckpoints(tmp_path, machine=machine)  # type: ignore[arg-type]  # what is refused

@@ -3,11 +3,15 @@
 A file has the name of its share, with its digest, and appears under it whole. Processes of one machine may have one
 folder: each writes what it holds, and one that starts reads what all have written. A file is mapped into the process's
 memory, so a share in `/dev/shm` takes its room once.
+
+Who can write there chooses the model's values, so a folder that others own or can write is refused. Entries with other
+names than ours, and links, are neither read nor removed.
 """
 
 import contextlib
 import mmap
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +20,8 @@ from stretto.errors import CheckpointError
 from stretto.survive.shares import Generation, Share, named
 
 _PART = ".part"
-"""Ends the name of a file that is not whole yet."""
-_WHOLE = "was-whole"
+"""Ends the name of a file that is not whole yet, behind that of its share and what makes it unique."""
+_WHOLE = "stretto-was-whole"
 """The file that says that all ranks have kept a generation."""
 
 
@@ -28,7 +32,7 @@ class Folder:
         path: Made if need be, for this user alone: a state is as good as the model.
 
     Raises:
-        CheckpointError: It cannot be made.
+        CheckpointError: It cannot be made, or is a link, or another user's, or others can write there.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,11 +56,15 @@ class Folder:
     def shares(self) -> Iterator[tuple[Generation, int, Share]]:
         """Yield what is there, with the rank that owned it; nobody may write meanwhile."""
         for path in sorted(self.path.iterdir()):
-            if path.name.endswith(_PART):
+            name = path.name.removesuffix(_PART)
+            found = named(name if name == path.name else name.rpartition(".")[0])
+            if found is None or path.is_symlink() or not path.is_file():
+                continue
+            if name != path.name:
                 path.unlink(missing_ok=True)  # of a process that has ended amid it
-            elif (found := named(path.name)) is not None:
-                generation, owner, owners, digest = found
-                yield generation, owner, Share(owners, digest, _mapped(path))
+                continue
+            generation, owner, owners, digest = found
+            yield generation, owner, Share(owners, digest, _mapped(path))
 
     def write(self, generation: Generation, owner: int, share: Share) -> Share:
         """Write a share; return it as it is in the file.
@@ -67,7 +75,7 @@ class Folder:
         path = self.path / share.name(generation, owner)
         try:
             self._make()  # what looks after `/dev/shm` may have removed it
-            descriptor, part = tempfile.mkstemp(suffix=_PART, dir=self.path)
+            descriptor, part = tempfile.mkstemp(prefix=f"{path.name}.", suffix=_PART, dir=self.path)
             try:
                 with os.fdopen(descriptor, "wb") as file:
                     file.write(share.content)
@@ -86,7 +94,20 @@ class Folder:
             ) from error
 
     def _make(self) -> None:
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            self.path.mkdir(mode=0o700, parents=True)
+        found = self.path.lstat()
+        wrong = {
+            "a link": stat.S_ISLNK(found.st_mode),
+            "no folder": not stat.S_ISDIR(found.st_mode),
+            f"the folder of user {found.st_uid}": found.st_uid != os.geteuid(),
+            f"a folder that others can write (mode {found.st_mode & 0o777:03o})": found.st_mode & 0o022,
+        }
+        if reasons := [reason for reason, is_so in wrong.items() if is_so]:
+            raise CheckpointError(
+                f"{self.path}: expected a folder that user {os.geteuid()} alone can write, for states of this machine, "
+                f"found {reasons[0]}; name another one, which is made then"
+            )
 
     def drop(self, generation: Generation, owner: int, share: Share) -> None:
         """Remove a share; who has mapped it can still read it."""

@@ -49,8 +49,8 @@ class LocalCheckpoints:
             under torchrun or srun.
 
     Raises:
-        ConfigError: `folder` is no path, or `every` no number of updates.
-        CheckpointError: The folder cannot be made.
+        ConfigError: `folder` is no path, `every` no number of updates, or `machine` no name.
+        CheckpointError: The folder cannot be made, or is a link, or others own it or can write there.
     """
 
     def __init__(
@@ -58,6 +58,8 @@ class LocalCheckpoints:
     ) -> None:
         if every is not None and not is_count(every, minimum=1):
             raise ConfigError(f"every={shown(every)}: expected a number of updates, from 1")
+        if machine is not None and not (isinstance(machine, str) and machine):
+            raise ConfigError(f"machine={shown(machine)}: expected its name, as a text")
         self._folder = Folder(folder_of(folder, "folder"))
         self._every = every
         self._memory = Memory(machine or own_machine(), is_first=True, folder=self._folder)

@@ -36,7 +36,7 @@ from stretto_lab.cli.options import (
     started,
 )
 from stretto_lab.cli.presets import PRESETS, PresetList
-from stretto_lab.cli.run_folder import command_of, run_folder
+from stretto_lab.cli.run_folder import check_recipe, command_of, run_folder
 from stretto_lab.cli.screens import (
     print_diagnosis,
     print_plan,
@@ -146,12 +146,20 @@ def train_command(words: Sequence[str]) -> None:
 
 
 def resume_command(words: Sequence[str]) -> None:
-    """Go on with the run in a folder, with the options that it had and those that are given now."""
+    """Go on with the run in a folder, with the options that it had and those that are given now.
+
+    A recipe behind the folder takes the place of the one that the folder names.
+    """
     if not words or words[0].startswith("-"):
         raise UnknownName("resume needs the folder of a run first: stretto resume FOLDER")
     folder, *given = words
     before = command_of(Path(folder))
-    named, options = before["recipe"], going_on(before["options"], given)
+    named = before["recipe"]
+    if given and not given[0].startswith("-"):
+        named, *given = given
+    else:
+        check_recipe(Path(folder), before)
+    options = going_on(before["options"], given)
     _, run = parse_options("train", [named, *options, "--run-dir", folder, "--resume"], CONFIGURE["train"])
     run = _with_folder(named, run)
     ranks = find_ranks(run.workers, run.device)

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def run_folder(
     is_new = not folder.exists()
     command = {
         "recipe": absolute(recipe) if names_own(recipe) else recipe,
-        "digest": digest(run.task) if names_own(recipe) else None,
+        "digest": digest(recipe) if names_own(recipe) else None,
         "options": list(words),
     }
     before = command_of(folder) if run.resume and (folder / CONFIG).exists() else None
@@ -100,6 +100,22 @@ def command_of(folder: Path) -> dict[str, Any]:
             f"--run-dir {shlex.quote(str(folder))} --resume"
         ) from error
     return found
+
+
+def check_recipe(folder: Path, command: Mapping[str, Any]) -> None:
+    """Refuse to import a recipe of somebody's own that is not what it was when the run began.
+
+    Raises:
+        ConfigError: It has changed, or the folder does not say what it was.
+    """
+    place, kept = command["recipe"], command["digest"]
+    if not names_own(place) or (kept is not None and kept == digest(place)):
+        return
+    why = "keeps no digest of it" if kept is None else "it is not what the run began with"
+    raise ConfigError(
+        f"{folder / CONFIG} names the recipe {place}, whose code would run, and {why}: if you trust what is there now, "
+        f"name it: stretto resume {shlex.quote(str(folder))} {shlex.quote(place)}"
+    )
 
 
 def _checked(command: Any) -> dict[str, Any]:

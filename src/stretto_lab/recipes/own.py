@@ -18,7 +18,8 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
@@ -65,10 +66,23 @@ def absolute(place: str) -> str:
     return f"{Path(source).resolve()}:{name}" if source.endswith(".py") else place
 
 
-def digest(task: TaskConfig) -> str:
-    """Return a fingerprint of the file that the recipe of `task` is from."""
-    module = sys.modules[type(task).__module__]
-    return hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest()
+def digest(place: str) -> str | None:
+    """Return a fingerprint of the file at `place`, which is not imported; None where there is none."""
+    source, _ = _parts(place)
+    file = Path(source) if source.endswith(".py") else _file_of_module(source)
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file is not None and file.is_file() else None
+
+
+def _file_of_module(name: str) -> Path | None:
+    """Return where a module lies; `importlib.util.find_spec` would import the packages around it."""
+    folders: Sequence[str] | None = [str(Path().resolve()), *sys.path]
+    found, parts = None, name.split(".")
+    for last in range(len(parts)):
+        found = PathFinder.find_spec(".".join(parts[: last + 1]), folders)
+        folders = None if found is None else found.submodule_search_locations
+        if folders is None:
+            break
+    return Path(found.origin) if found is not None and found.name == name and found.origin else None
 
 
 @functools.cache
