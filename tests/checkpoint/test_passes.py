@@ -24,6 +24,7 @@ from stretto.engine import Clock
 from stretto.strategies import STRATEGIES, DiLoCo, PAFTSync, Strategy
 from stretto.strategies.ledger import ledger_of
 from stretto_lab.virtual import Compute, VirtualCluster, parse_network
+from tests.draws import draws
 
 JOBS: tuple[Strategy, ...] = (
     *(kind() for kind in STRATEGIES.values()),
@@ -156,39 +157,39 @@ class Case:
     """Which of `WRAPS` its batches are."""
 
 
-def drawn(draws: random.Random) -> Case:
-    world_size = draws.randint(1, 3)
-    alike = draws.randint(1, 6)
-    strategy = draws.choice(JOBS)
-    saves_behind = draws.random() < 0.3
-    counts = tuple(draws.choice((alike, draws.randint(1, 6))) for _ in range(world_size))
+def drawn(draw: random.Random) -> Case:
+    world_size = draw.randint(1, 3)
+    alike = draw.randint(1, 6)
+    strategy = draw.choice(JOBS)
+    saves_behind = draw.random() < 0.3
+    counts = tuple(draw.choice((alike, draw.randint(1, 6))) for _ in range(world_size))
     errors = (ValueError("undefined"), RuntimeError("unknown"), AttributeError("none"), None)
-    says = tuple(draws.choice((count, count, draws.randint(0, 9), draws.choice(errors))) for count in counts)
-    is_endless = draws.random() < 0.2
+    says = tuple(draw.choice((count, count, draw.randint(0, 9), draw.choice(errors))) for count in counts)
+    is_endless = draw.random() < 0.2
     least = 2 if isinstance(strategy, ACCO) else 1
-    micro_batches: int | Clock = draws.randint(least, 3)
-    if strategy.overlaps and draws.random() < 0.25:
-        micro_batches = Clock(minimum=draws.randint(1, 2), maximum=draws.randint(2, 4))
+    micro_batches: int | Clock = draw.randint(least, 3)
+    if strategy.overlaps and draw.random() < 0.25:
+        micro_batches = Clock(minimum=draw.randint(1, 2), maximum=draw.randint(2, 4))
     counts = (ENDLESS,) * world_size if is_endless else counts
-    save_at = draws.randint(1, 3 if saves_behind else 9)
+    save_at = draw.randint(1, 3 if saves_behind else 9)
     if strategy in ALONE and not saves_behind and len(set(counts)) > 1:
         # They save together at updates that all of them come to. An echo makes more of them.
-        save_at = draws.randint(1, -(-min(counts) // micro_batches))
+        save_at = draw.randint(1, -(-min(counts) // micro_batches))
     return Case(
         strategy,
         counts,
         says,
-        until=draws.choice(("any", "all")),
+        until=draw.choice(("any", "all")),
         micro_batches=micro_batches,
-        epochs=1 if is_endless else draws.randint(1, 3),
-        updates=draws.randint(1, 9) if is_endless else None,
+        epochs=1 if is_endless else draw.randint(1, 3),
+        updates=draw.randint(1, 9) if is_endless else None,
         save_at=save_at,
         saves_behind=saves_behind,
-        plan=draws.choice((None, None, Even(2), Even(1.5), Bernoulli(0.5, 3))),
-        rate=draws.choice((0.05, 0.05, 0.05, 0)),
-        reuses=draws.random() < 0.3,
-        workers=draws.choice((0,) * 11 + (1,)),
-        wrap=draws.randrange(len(WRAPS)),
+        plan=draw.choice((None, None, Even(2), Even(1.5), Bernoulli(0.5, 3))),
+        rate=draw.choice((0.05, 0.05, 0.05, 0)),
+        reuses=draw.random() < 0.3,
+        workers=draw.choice((0,) * 11 + (1,)),
+        wrap=draw.randrange(len(WRAPS)),
     )
 
 
@@ -305,32 +306,32 @@ def check(case: Case, folder: Path) -> None:
         assert torch.equal(after.weight, before.weight), case
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", draws(8))
 def test_every_batch_comes_once_all_end_together_and_a_checkpoint_goes_on_to_the_bit(
     seed: int, tmp_path: Path
 ) -> None:
-    draws = random.Random(seed)
-    for number in range(14):
-        check(drawn(draws), tmp_path / str(number))
+    draw = random.Random(seed)
+    for number in draws(14):
+        check(drawn(draw), tmp_path / str(number))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_rank_that_steps_alone_and_learns_late_of_an_end_trains_in_every_pass(
     seed: int, tmp_path: Path
 ) -> None:
-    draws = random.Random(seed)
-    for _ in range(25):
+    draw = random.Random(seed)
+    for _ in draws(25):
         case = dataclasses.replace(
-            drawn(draws),
-            strategy=draws.choice(ALONE),
+            drawn(draw),
+            strategy=draw.choice(ALONE),
             until="any",
             epochs=3,
             updates=None,
             save_at=99,
             workers=0,
         )
-        counts = draws.choice(((draws.randint(1, 6),) * 3, tuple(draws.randint(1, 6) for _ in range(3))))
-        case = dataclasses.replace(case, counts=counts, says=draws.choices([*counts, None, 9], k=3))
+        counts = draw.choice(((draw.randint(1, 6),) * 3, tuple(draw.randint(1, 6) for _ in range(3))))
+        case = dataclasses.replace(case, counts=counts, says=draw.choices([*counts, None, 9], k=3))
         for rank, run in enumerate(on_cluster(case, tmp_path)):
             expect_passes(case, rank, run)
             assert all(end > start for start, end in itertools.pairwise([0, *run.passes])), case
@@ -341,12 +342,12 @@ def test_what_a_rank_knows_of_its_end_changes_nothing_where_ranks_step_alone(
     seed: int, tmp_path: Path
 ) -> None:
     """Nobody else knows it: what a rank did by it would meet the others in the middle of something else."""
-    draws = random.Random(seed)
-    for number in range(12):
-        case = dataclasses.replace(drawn(draws), strategy=draws.choice(ALONE), workers=0)
+    draw = random.Random(seed)
+    for number in draws(12):
+        case = dataclasses.replace(drawn(draw), strategy=draw.choice(ALONE), workers=0)
         if not case.saves_behind:  # of the first pass, in an update that all ranks come to
-            case = dataclasses.replace(case, save_at=draws.randint(1, -(-min(case.counts) // 3)))
-        others = [draws.choice((count, count + 1, 9, None)) for count in case.counts]
+            case = dataclasses.replace(case, save_at=draw.randint(1, -(-min(case.counts) // 3)))
+        others = [draw.choice((count, count + 1, 9, None)) for count in case.counts]
         first, second = (
             on_cluster(dataclasses.replace(case, says=says), tmp_path / f"{number} {index}")
             for index, says in enumerate((case.says, tuple(others)))

@@ -13,6 +13,7 @@ from stretto.checksums import Seeds, Sums, compared, digest, digests, digests_of
 from stretto.guards.repair import repairs
 from stretto_lab.testing.synchronising import Synchronisations
 from tests.checksums.sums import are_alike
+from tests.draws import draws
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool)
 
@@ -26,27 +27,27 @@ def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return kind
 
 
-def drawn(draws: random.Random, count: int) -> list[Tensor]:
+def drawn(draw: random.Random, count: int) -> list[Tensor]:
     """Return tensors of random shapes, dtypes and strides, some of them alike."""
-    chance = torch.Generator().manual_seed(draws.randrange(2**31))
+    chance = torch.Generator().manual_seed(draw.randrange(2**31))
     tensors = []
     while len(tensors) < count:
-        shape = draws.choice([(), (0,), (1,), (7,), (64,), (3, 5), (4096,), (4097, 3), (9000,)])
-        for _ in range(draws.randint(1, 3)):
-            tensor = torch.randint(-99, 99, shape, generator=chance).to(draws.choice(DTYPES[:2]))
-            tensor = tensor.to(draws.choice(DTYPES))
-            tensors.append(tensor.t() if tensor.dim() == 2 and draws.random() < 0.5 else tensor)
+        shape = draw.choice([(), (0,), (1,), (7,), (64,), (3, 5), (4096,), (4097, 3), (9000,)])
+        for _ in range(draw.randint(1, 3)):
+            tensor = torch.randint(-99, 99, shape, generator=chance).to(draw.choice(DTYPES[:2]))
+            tensor = tensor.to(draw.choice(DTYPES))
+            tensors.append(tensor.t() if tensor.dim() == 2 and draw.random() < 0.5 else tensor)
     return tensors
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", draws(8))
 def test_together_tensors_have_the_digests_and_sums_that_they_have_alone(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draws = random.Random(seed)
+    draw = random.Random(seed)
     for most in ("_BYTES_TOGETHER", "_BYTES_IN_CACHE"):
-        monkeypatch.setattr(checksums, most, draws.choice([1, 50_000, 2**26]))
-    tensors = drawn(draws, 12)
+        monkeypatch.setattr(checksums, most, draw.choice([1, 50_000, 2**26]))
+    tensors = drawn(draw, 12)
     alone = [digest(tensor) for tensor in tensors]
     assert on_host(digests(tensors)) == alone
     taken = checksums.checksums(tensors)
@@ -55,27 +56,27 @@ def test_together_tensors_have_the_digests_and_sums_that_they_have_alone(
     assert compared(taken, tensors) == [(one, one) for one in alone]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", draws(20))
 def test_any_damage_shows_in_the_digest_of_its_tensor_and_in_no_other(seed: int) -> None:
-    draws = random.Random(seed)
-    tensors = [tensor.contiguous() for tensor in drawn(draws, 6)]
+    draw = random.Random(seed)
+    tensors = [tensor.contiguous() for tensor in drawn(draw, 6)]
     taken = checksums.checksums(tensors)
-    struck = draws.choice([index for index, tensor in enumerate(tensors) if tensor.numel()])
+    struck = draw.choice([index for index, tensor in enumerate(tensors) if tensor.numel()])
     before = tensors[struck].clone()
     content = tensors[struck].view(-1).view(torch.uint8)
-    content[draws.randrange(content.numel())] ^= 1 << draws.randrange(8)
+    content[draw.randrange(content.numel())] ^= 1 << draw.randrange(8)
     pairs = compared(taken, tensors)
     assert [index for index, pair in enumerate(pairs) if pair[0] != pair[1]] == [struck]
     assert repairs(taken[struck], tensors[struck])
     assert torch.equal(tensors[struck].view(-1).view(torch.uint8), before.view(-1).view(torch.uint8))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", draws(8))
 def test_a_row_has_the_digest_of_its_bytes_and_seed_wherever_it_lies(seed: int) -> None:
-    draws = random.Random(seed)
-    count, length = draws.randint(1, 5), draws.choice([1, 8, 77, 4096, 70_001])
-    wide = torch.randint(256, (count, length + draws.randint(0, 9)), dtype=torch.uint8)
-    seeds = Seeds(draws.randrange(2**64), draws.randrange(2**64))
+    draw = random.Random(seed)
+    count, length = draw.randint(1, 5), draw.choice([1, 8, 77, 4096, 70_001])
+    wide = torch.randint(256, (count, length + draw.randint(0, 9)), dtype=torch.uint8)
+    seeds = Seeds(draw.randrange(2**64), draw.randrange(2**64))
     rows = wide[:, :length]
     together = on_host([digests_of_rows(rows, seeds)])
     assert together == [digest(row, seeds.of(number)) for number, row in enumerate(rows)]

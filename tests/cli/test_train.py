@@ -25,6 +25,7 @@ from stretto_lab.recipes import recipe
 from stretto_lab.train.configuration import RunConfig
 from stretto_lab.train.outcome import Outcome
 from tests.cli.test_stops import from_nothing, with_imports_made
+from tests.draws import draws
 from tests.processes import Command, without_waits
 
 QUICK = ["digits-resnet", "--task.width", "4", "--task.batch", "8", "--evaluate-every", "3"]
@@ -235,13 +236,13 @@ def test_ctrl_c_lets_a_run_that_survives_losses_land_and_save_too() -> None:
     assert len([*Path("run", "checkpoints").iterdir()]) == 1
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", draws(12))
 def test_after_a_resume_shares_and_rates_are_of_what_they_say(
     seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    draws = random.Random(seed)
-    before, here = draws.uniform(1, 50), draws.uniform(1, 50)
-    waiting, rate, step = draws.uniform(0.3, 0.9), draws.uniform(10, 900), draws.randint(1, 90)
+    draw = random.Random(seed)
+    before, here = draw.uniform(1, 50), draw.uniform(1, 50)
+    waiting, rate, step = draw.uniform(0.3, 0.9), draw.uniform(10, 900), draw.randint(1, 90)
     measured = dict.fromkeys(Outcome.__slots__, 0) | {"sample": None, "accuracy": None}
     outcome = Outcome(
         **{

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import stretto as st
 from stretto_lab.virtual import VirtualCluster
+from tests.draws import draws
 
 RANKS = 3
 WIDTH = 64
@@ -45,16 +46,16 @@ def moments(parallel: st.DataParallel) -> Tensor:
 
 def drawn(seed: int) -> st.DiLoCo:
     """Any options, often such that a fragment is under way, or lands mixed, when somebody looks."""
-    draws = random.Random(seed)
-    fragments = draws.choice((1, 2))
-    interval = draws.randint(fragments, 6)
-    delay = draws.randrange(interval // fragments)
-    mix = draws.choice((0.0, 0.5))
-    keeps = bool(delay) and draws.random() < 0.5
+    draw = random.Random(seed)
+    fragments = draw.choice((1, 2))
+    interval = draw.randint(fragments, 6)
+    delay = draw.randrange(interval // fragments)
+    mix = draw.choice((0.0, 0.5))
+    keeps = bool(delay) and draw.random() < 0.5
     return st.DiLoCo(interval, fragments=fragments, delay=delay, mix=mix, keep_progress=keeps)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", draws(12))
 def test_behind_every_update_the_settled_model_is_the_mean_of_all_replicas(seed: int) -> None:
     def program(rank: int, group: Any) -> list[tuple[Tensor, Tensor]]:
         parallel, found = new_job(drawn(seed), group), []
@@ -72,7 +73,7 @@ def test_behind_every_update_the_settled_model_is_the_mean_of_all_replicas(seed:
             torch.testing.assert_close(settled, mean, rtol=0, atol=ROUNDING)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", draws(12))
 def test_what_is_saved_of_the_optimizer_is_the_mean_of_all_states(seed: int) -> None:
     def program(rank: int, group: Any) -> tuple[Tensor, Tensor]:
         parallel = new_job(drawn(seed), group)

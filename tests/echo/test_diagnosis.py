@@ -14,6 +14,7 @@ from stretto.echo import Diagnosis
 from stretto.echo.text import parse_plan, plan_text
 from stretto.records import Update
 from stretto_lab.cli import main
+from tests.draws import draws
 from tests.echo.sources import Squares
 from tests.observe.updates import update
 
@@ -98,15 +99,15 @@ def test_cheaper_remedies_come_first() -> None:
 
 def random_diagnosis(seed: int) -> Diagnosis:
     """One that `diagnose` returns for times drawn over six orders of magnitude."""
-    draws = random.Random(seed)
-    load, step = (10 ** draws.uniform(-5, 1) for _ in range(2))
+    draw = random.Random(seed)
+    load, step = (10 ** draw.uniform(-5, 1) for _ in range(2))
     job = Counted(load, step)
-    if draws.random() < 0.3:  # the loop is disturbed, or reads ahead
-        job.together = draws.uniform(0.2, 1.0)
+    if draw.random() < 0.3:  # the loop is disturbed, or reads ahead
+        job.together = draw.uniform(0.2, 1.0)
     return diagnose(job, job.train, batches=6, now=job.now)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", draws(60))
 def test_advice_follows_from_the_verdict_and_nothing_else(seed: int) -> None:
     found = random_diagnosis(seed)
     helps = found.is_input_bound or found.waits

@@ -18,6 +18,7 @@ from stretto.echo import Cosine, Linear, Plan
 from stretto.engine import Clock
 from stretto.strategies import ACCO, DDP, STRATEGIES, Strategy
 from stretto_lab.virtual import Compute, VirtualCluster, VirtualGroup, VirtualStore, parse_network
+from tests.draws import draws
 
 CASES = 120
 BLOCKS = 4
@@ -29,58 +30,58 @@ class Case:
     """A job whose every part is drawn at random; the same for the same seed."""
 
     seed: int
-    draws: random.Random = field(init=False)
+    draw: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
-        self.draws = draws = random.Random(self.seed)
+        self.draw = draw = random.Random(self.seed)
         kinds = [kind for name, kind in STRATEGIES.items() if name != "average"]  # which is a diloco
         self.strategy = kinds[self.seed % len(kinds)]()
-        self.ranks = draws.randrange(1, 4)
+        self.ranks = draw.randrange(1, 4)
         self.plan = self._plan()
-        self.micro_batches: int | Clock = draws.randrange(2, 6)
-        if self.strategy.overlaps and draws.random() < 0.3:
-            self.micro_batches = Clock(minimum=draws.randrange(1, 3), maximum=draws.randrange(3, 7))
-        self.saved_at = draws.randrange(1, 5) if draws.random() < 0.5 else None
-        self.lengths = [draws.randrange(3, 30) for _ in range(self.ranks)]
-        says = [None, ValueError("undefined"), RuntimeError("unknown"), draws.randrange(1, 40)]
-        self.says = [draws.choice([length, *says]) for length in self.lengths]
+        self.micro_batches: int | Clock = draw.randrange(2, 6)
+        if self.strategy.overlaps and draw.random() < 0.3:
+            self.micro_batches = Clock(minimum=draw.randrange(1, 3), maximum=draw.randrange(3, 7))
+        self.saved_at = draw.randrange(1, 5) if draw.random() < 0.5 else None
+        self.lengths = [draw.randrange(3, 30) for _ in range(self.ranks)]
+        says = [None, ValueError("undefined"), RuntimeError("unknown"), draw.randrange(1, 40)]
+        self.says = [draw.choice([length, *says]) for length in self.lengths]
         """What each rank's loader says of its length."""
-        self.slowness = draws.choice([0.5, 1.5, 2.5, 4.0])
-        self.until: Any = draws.choice(["any", "all"])
-        self.still_updates = draws.choice([0, 0, 1, 3, 10**9])
+        self.slowness = draw.choice([0.5, 1.5, 2.5, 4.0])
+        self.until: Any = draw.choice(["any", "all"])
+        self.still_updates = draw.choice([0, 0, 1, 3, 10**9])
         """At the beginning, with a learning rate of zero."""
-        self.poisoned = draws.choice([0.0, 0.0, 0.1, 0.3])
+        self.poisoned = draw.choice([0.0, 0.0, 0.1, 0.3])
         """Share of batches whose loss is not a number."""
         if self.saved_at is not None and self.strategy.name in ("local", "diloco"):
             # Ranks that step alone can save together only where they come to the same updates.
             self.poisoned, self.lengths = 0.0, self.lengths[:1] * self.ranks
-        self.epochs, self.updates = draws.randrange(1, 3), None
-        if draws.random() < 0.2:
-            self.lengths, self.updates = [10**6] * self.ranks, draws.randrange(4, 12)
-        resume: Any = draws.choice(["refetch", "drop"])
+        self.epochs, self.updates = draw.randrange(1, 3), None
+        if draw.random() < 0.2:
+            self.lengths, self.updates = [10**6] * self.ranks, draw.randrange(4, 12)
+        resume: Any = draw.choice(["refetch", "drop"])
         self.options = EchoOptions(
-            seed=draws.randrange(9),
-            ahead=draws.randrange(1, 4),
+            seed=draw.randrange(9),
+            ahead=draw.randrange(1, 4),
             resume=resume,
         )
 
     def _plan(self) -> Plan:
-        draws = self.draws
+        draw = self.draw
         plans: list[Plan] = [
-            Even(draws.choice([1.0, 1.5, 2.0, 2.5, 4.0])),
+            Even(draw.choice([1.0, 1.5, 2.0, 2.5, 4.0])),
             Even(Linear(1, 4, 12)),
-            Bernoulli(draws.choice([0.2, 0.5, 0.9]), draws.choice([None, 3])),
+            Bernoulli(draw.choice([0.2, 0.5, 0.9]), draw.choice([None, 3])),
             Bernoulli(Cosine(1, 0.25, 12)),
-            Ready(pool=draws.choice([1, 3, 12]), max_uses=draws.choice([2, 4, 64])),
+            Ready(pool=draw.choice([1, 3, 12]), max_uses=draw.choice([2, 4, 64])),
             Auto(window=4, skip=1),
         ]
-        return draws.choice(plans)
+        return draw.choice(plans)
 
     def durations(self, rank: int) -> Iterator[float]:
         """Yield the seconds of every read."""
-        draws = random.Random(100 * self.seed + rank)
+        draw = random.Random(100 * self.seed + rank)
         while True:
-            yield draws.uniform(0.2, 1.8) * self.slowness * STEP_NS / 1e9
+            yield draw.uniform(0.2, 1.8) * self.slowness * STEP_NS / 1e9
 
 
 class Passes:
@@ -174,7 +175,7 @@ def doubles(seen: Seen) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_no_batch_meets_the_same_parameters_twice(block: int, tmp_path: Path) -> None:
     echoes = 0
-    for seed in range(block * CASES // BLOCKS, (block + 1) * CASES // BLOCKS):
+    for seed in draws(CASES)[block::BLOCKS]:
         case = Case(seed)
         folder = tmp_path / str(seed)
         cluster = VirtualCluster(
@@ -189,7 +190,7 @@ def test_no_batch_meets_the_same_parameters_twice(block: int, tmp_path: Path) ->
         for rank in range(case.ranks):
             assert doubles(seen[rank]) == [], (case, case.plan, case.micro_batches, rank)
         echoes += sum(count for _, count, _ in results)
-    assert echoes > 100  # the law would hold without an echo too
+    assert echoes > 25  # the law would hold without an echo too
 
 
 def trained(
@@ -257,12 +258,12 @@ def test_where_nothing_has_changed_fresh_batches_are_taken_and_the_plan_goes_on_
 def use(seed: int, *, knows: bool) -> Seen:
     """Train one rank on an `EchoLoader` whose loader says a length or none; return what every batch met."""
     torch.manual_seed(seed)
-    draws = random.Random(seed)
-    length, micro_batches = draws.randrange(3, 10), draws.randrange(1, 4)
-    says = draws.choice([length, length - 1, draws.randrange(1, 14)])
-    rates = draws.choices([0.0, 1.0], k=99)  # after an update at rate zero the same parameters come again
-    kind = STRATEGIES[draws.choice(["ddp", "zero1", "dpu", "wp"])]
-    plan = draws.choice([Even(2.0), Even(2.5), Even(3.0), Bernoulli(0.5)])
+    draw = random.Random(seed)
+    length, micro_batches = draw.randrange(3, 10), draw.randrange(1, 4)
+    says = draw.choice([length, length - 1, draw.randrange(1, 14)])
+    rates = draw.choices([0.0, 1.0], k=99)  # after an update at rate zero the same parameters come again
+    kind = STRATEGIES[draw.choice(["ddp", "zero1", "dpu", "wp"])]
+    plan = draw.choice([Even(2.0), Even(2.5), Even(3.0), Bernoulli(0.5)])
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates.__getitem__)
@@ -281,7 +282,7 @@ def use(seed: int, *, knows: bool) -> Seen:
 
 
 def test_whatever_a_loader_says_of_its_length_the_same_batches_meet_the_same_parameters_and_once() -> None:
-    for seed in range(100):
+    for seed in draws(100):
         without = use(seed, knows=False)
         assert doubles(without) == [], seed
         assert use(seed, knows=True) == without, seed
@@ -304,10 +305,10 @@ def fed(
 
 
 def test_the_end_of_a_loader_that_knows_its_length_costs_the_other_ranks_no_round() -> None:
-    for seed in range(100):
-        draws = random.Random(seed)
-        length, micro_batches = draws.randrange(3, 12), draws.randrange(1, 5)
-        plan = draws.choice([Even(2.0), Even(2.5), Even(3.0), Bernoulli(0.5)])
+    for seed in draws(100):
+        draw = random.Random(seed)
+        length, micro_batches = draw.randrange(3, 12), draw.randrange(1, 5)
+        plan = draw.choice([Even(2.0), Even(2.5), Even(3.0), Bernoulli(0.5)])
         options = EchoOptions(seed=seed)
         program = partial(fed, length=length, micro_batches=micro_batches, plan=plan, options=options)
         first, other = VirtualCluster(2, parse_network("1gbit,5ms")).run(program).values

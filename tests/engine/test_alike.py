@@ -13,23 +13,24 @@ from stretto.engine.agreed import Agreement, Alike
 from stretto.optimizer import piece_states
 from stretto.strategies import Strategy
 from stretto_lab.virtual import VirtualCluster
+from tests.draws import draws
 
 WORLD_SIZE = 3
 
 
 def drawn(seed: int) -> Strategy:
     """Return a strategy of a random kind, with random settings."""
-    draws = random.Random(seed)
-    interval, fragments = draws.randint(2, 4), draws.choice((1, 2))
+    draw = random.Random(seed)
+    interval, fragments = draw.randint(2, 4), draw.choice((1, 2))
     diloco = stretto.DiLoCo(
         interval=interval,
         fragments=fragments,
-        delay=draws.randrange(interval // fragments),
-        mix=draws.choice((0.0, 0.3)),
+        delay=draw.randrange(interval // fragments),
+        mix=draw.choice((0.0, 0.3)),
     )
-    local = stretto.LocalSGD(rate=draws.choice((0.3, 0.5, 1.0)), state=draws.random() < 0.5)
-    paft = stretto.PAFTSync(interval=interval, state=draws.random() < 0.5, overlap=draws.random() < 0.5)
-    return draws.choice((stretto.DDP(), diloco, diloco, local, paft))
+    local = stretto.LocalSGD(rate=draw.choice((0.3, 0.5, 1.0)), state=draw.random() < 0.5)
+    paft = stretto.PAFTSync(interval=interval, state=draw.random() < 0.5, overlap=draw.random() < 0.5)
+    return draw.choice((stretto.DDP(), diloco, diloco, local, paft))
 
 
 def held(
@@ -61,7 +62,7 @@ def are_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", draws(24))
 def test_replicas_that_are_united_are_equal(seed: int) -> None:
     strategy = drawn(seed)
 

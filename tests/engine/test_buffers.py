@@ -18,6 +18,7 @@ from stretto import ACCO, DDP, DPU, DiLoCo, LocalSGD, Options, WeightPrediction,
 from stretto.errors import CheckpointError, ConfigError
 from stretto.strategies import Strategy
 from stretto_lab.virtual import VirtualCluster, parse_network
+from tests.draws import draws
 
 EXACT: tuple[Strategy, ...] = (ZeRO1(), DDP())
 OTHERS: tuple[Strategy, ...] = (
@@ -82,20 +83,20 @@ def own(rank: int, step: int) -> float:
     return 12.0 * rank + step
 
 
-def drawn(draws: random.Random, strategies: tuple[Strategy, ...]) -> Case:
+def drawn(draw: random.Random, strategies: tuple[Strategy, ...]) -> Case:
     def kind() -> Kind:
-        shape = tuple(draws.randrange(4) for _ in range(draws.randrange(3)))
-        return draws.choice([None, (shape, torch.float32), (shape, torch.bfloat16), ((2,), torch.float32)])
+        shape = tuple(draw.randrange(4) for _ in range(draw.randrange(3)))
+        return draw.choice([None, (shape, torch.float32), (shape, torch.bfloat16), ((2,), torch.float32)])
 
-    strategy, world_size = draws.choice(strategies), draws.randint(1, 3)
+    strategy, world_size = draw.choice(strategies), draw.randint(1, 3)
     steps = UPDATES * (2 if strategy.name == "acco" else 1)
     common = [(kind(), kind()) for _ in range(steps)]
-    lone = draws.choice([0.0, 0.3, 1.0])
+    lone = draw.choice([0.0, 0.3, 1.0])
     kinds = tuple(
-        tuple((kind(), kind()) if draws.random() < lone else step for step in common)
+        tuple((kind(), kind()) if draw.random() < lone else step for step in common)
         for _ in range(world_size)
     )
-    return Case(strategy, draws.choice(["mean", "rank0", "alone"]), kinds, draws.choice([(), "standard"]))
+    return Case(strategy, draw.choice(["mean", "rank0", "alone"]), kinds, draw.choice([(), "standard"]))
 
 
 def train(rank: int, group: dist.ProcessGroup, case: Case) -> tuple[list[Tensor | None], Tensor]:
@@ -142,9 +143,9 @@ def expected(case: Case, rank: int, index: int) -> float | None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_buffer_of_one_kind_is_what_its_choice_says_and_another_is_each_ranks_own(seed: int) -> None:
-    draws = random.Random(seed)
-    for _ in range(20):
-        case = drawn(draws, EXACT)
+    draw = random.Random(seed)
+    for _ in draws(20):
+        case = drawn(draw, EXACT)
         found = VirtualCluster(len(case.kinds)).run(partial(train, case=case)).values
         weights = VirtualCluster(len(case.kinds)).run(partial(bare, case=case)).values
         for rank, (buffers, weight) in enumerate(found):
@@ -158,9 +159,9 @@ def test_a_buffer_of_one_kind_is_what_its_choice_says_and_another_is_each_ranks_
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_strategy_minds_what_becomes_of_a_buffer(seed: int) -> None:
-    draws = random.Random(seed)
-    for _ in range(14):
-        case = drawn(draws, OTHERS)
+    draw = random.Random(seed)
+    for _ in draws(14):
+        case = drawn(draw, OTHERS)
         if case.strategy.name in ("average", "local", "diloco"):
             case = dataclasses.replace(case, guards=())
         found = VirtualCluster(len(case.kinds)).run(partial(train, case=case)).values
@@ -209,10 +210,10 @@ def keep_best(
 def test_a_buffer_that_begins_with_an_infinity_becomes_finite_wherever_it_does_on_each_rank(
     seed: int,
 ) -> None:
-    draws = random.Random(seed)
-    for _ in range(30):
-        strategy, size = draws.choice(EXACT + OTHERS), draws.randint(1, 3)
-        begins, sign = [draws.randrange(8) for _ in range(size)], draws.choice([1, -1])
+    draw = random.Random(seed)
+    for _ in draws(30):
+        strategy, size = draw.choice(EXACT + OTHERS), draw.randint(1, 3)
+        begins, sign = [draw.randrange(8) for _ in range(size)], draw.choice([1, -1])
         program = partial(keep_best, strategy=strategy, begins=begins, sign=sign)
         for best, calls in VirtualCluster(size).run(program).values:
             written = [own(rank, call) for rank in range(size) for call in range(calls + 1)]

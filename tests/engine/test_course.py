@@ -7,6 +7,7 @@ import pytest
 from stretto.engine.compute_lane import Course, Stage
 from stretto.engine.report import Vote
 from stretto.errors import OutOfTurn
+from tests.draws import draws
 
 STAGES = list(Stage)
 
@@ -23,14 +24,14 @@ def state(course: Course) -> dict[str, object]:
     return dict(vars(course))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", draws(20))
 def test_stages_follow_each_other_in_one_order_only(seed: int) -> None:
-    draws = random.Random(seed)
-    num_rounds = draws.randint(1, 3)
+    draw = random.Random(seed)
+    num_rounds = draw.randint(1, 3)
     course = Course(3, num_rounds)
     taken_off = 0
     for _ in range(200):
-        after, before = draws.choice(STAGES), state(course)
+        after, before = draw.choice(STAGES), state(course)
         is_next = STAGES.index(after) == (STAGES.index(course.stage) + 1) % len(STAGES)
         if is_next:
             go_on(course, after)

@@ -28,6 +28,7 @@ from stretto import (
     ZeRO1,
 )
 from stretto.groups import SoloGroup
+from tests.draws import draws
 
 STRATEGIES = {
     "ddp": DDP(),
@@ -42,22 +43,22 @@ STRATEGIES = {
 }
 
 
-def part_of_a_training(name: str, draws: random.Random) -> tuple[nn.Module, list[weakref.ref[object]]]:
+def part_of_a_training(name: str, draw: random.Random) -> tuple[nn.Module, list[weakref.ref[object]]]:
     """Train for a while, leave the loop somehow, drop the job; return its model and what is to go with the job."""
-    torch.manual_seed(draws.randrange(1000))
+    torch.manual_seed(draw.randrange(1000))
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     settings: dict[str, object] = {}
     if name != "paft":
-        settings = draws.choice([{}, {"wire": "int8"}, {"guards": "standard"}])
+        settings = draw.choice([{}, {"wire": "int8"}, {"guards": "standard"}])
     optimizer = torch.optim.AdamW(model.parameters())
-    scheduler = draws.choice([None, torch.optim.lr_scheduler.StepLR(optimizer, 2)])
+    scheduler = draw.choice([None, torch.optim.lr_scheduler.StepLR(optimizer, 2)])
     parallel = DataParallel(
         model, optimizer, STRATEGIES[name], micro_batches=2, scheduler=scheduler, group=SoloGroup(),
         options=Options(clip_norm=1.0), **settings,
     )  # fmt: skip
     batches = [torch.randn(3, 4) for _ in range(9)]
-    loader: object = EchoLoader(batches, Even(2)) if draws.random() < 0.5 else batches
-    last, way = draws.randrange(7), draws.choice(["break", "raise", "never"])
+    loader: object = EchoLoader(batches, Even(2)) if draw.random() < 0.5 else batches
+    last, way = draw.randrange(7), draw.choice(["break", "raise", "never"])
     with contextlib.suppress(ZeroDivisionError):
         for index, batch in enumerate(parallel.feed(loader) if way != "never" else batches):
             if index == last:
@@ -71,11 +72,11 @@ def part_of_a_training(name: str, draws: random.Random) -> tuple[nn.Module, list
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_nothing_is_left_of_a_job_that_was_dropped(name: str) -> None:
-    draws = random.Random(name)
+    draw = random.Random(name)
     gc.collect()  # what others have left
-    for _ in range(10):
+    for _ in draws(10):
         before = set(threading.enumerate())
-        model, parts = part_of_a_training(name, draws)
+        model, parts = part_of_a_training(name, draw)
         for thread in set(threading.enumerate()) - before:
             while thread.is_alive():  # what its lane has begun goes on, and holds the job until then
                 gc.collect()

@@ -10,6 +10,7 @@ from torch import nn
 import stretto
 from stretto.engine.likeness import MOST_ROUNDS, ROUNDS
 from stretto_lab.virtual import VirtualCluster, VirtualGroup
+from tests.draws import draws
 
 STRATEGIES = (stretto.ZeRO1(), stretto.ACCO(), stretto.DDP(), stretto.DPU(), stretto.WeightPrediction())
 
@@ -34,9 +35,9 @@ def train(
         parallel = stretto.DataParallel(
             model, optimizer, strategy, scheduler=schedule, micro_batches=2, group=group
         )
-        draws = torch.Generator().manual_seed(parts[rank])
+        draw = torch.Generator().manual_seed(parts[rank])
         data = [
-            (torch.randn(5, 4, generator=draws), torch.randint(3, (5,), generator=draws))
+            (torch.randn(5, 4, generator=draw), torch.randint(3, (5,), generator=draw))
             for _ in range(2 * updates)
         ]
         for inputs, classes in parallel.feed(data):
@@ -49,14 +50,14 @@ def train(
     return [record.getMessage() for record in caplog.records if "same batches" in record.getMessage()]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", draws(20))
 def test_exactly_the_ranks_that_share_their_batches_are_named(
     seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    draws = random.Random(seed)
-    parts = [draws.randrange(6) for _ in range(draws.randint(2, 5))]
+    draw = random.Random(seed)
+    parts = [draw.randrange(6) for _ in range(draw.randint(2, 5))]
     alike = [rank for rank, part in enumerate(parts) if parts.count(part) > 1]
-    told = train(parts, draws.choice(STRATEGIES), ROUNDS + 3, caplog)
+    told = train(parts, draw.choice(STRATEGIES), ROUNDS + 3, caplog)
     assert len(told) == bool(alike)
     assert all(f"ranks {alike} have had equal losses" in text for text in told)
 

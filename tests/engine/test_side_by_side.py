@@ -17,31 +17,32 @@ from stretto.engine.buffers import (
     remain_finite,
 )
 from stretto.engine.statistics import moved
+from tests.draws import draws
 
 SPECIAL = (float("nan"), float("inf"), -float("inf"), -0.0)
 SHAPES = ((), (0,), (1,), (5,), (3, 4), (2, 1, 3))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
-def drawn(draws: random.Random) -> Buffer:
+def drawn(draw: random.Random) -> Buffer:
     """Return a buffer of some kind, or none."""
-    if draws.random() < 0.1:
+    if draw.random() < 0.1:
         return None
-    generator = torch.Generator().manual_seed(draws.randrange(2**30))
-    value = torch.randn(draws.choice(SHAPES), generator=generator).to(draws.choice(DTYPES))
-    if value.numel() and draws.random() < 0.3:
-        value.view(-1)[draws.randrange(value.numel())] = draws.choice(SPECIAL)
-    return value.T if value.dim() == 2 and draws.random() < 0.5 else value
+    generator = torch.Generator().manual_seed(draw.randrange(2**30))
+    value = torch.randn(draw.choice(SHAPES), generator=generator).to(draw.choice(DTYPES))
+    if value.numel() and draw.random() < 0.3:
+        value.view(-1)[draw.randrange(value.numel())] = draw.choice(SPECIAL)
+    return value.T if value.dim() == 2 and draw.random() < 0.5 else value
 
 
-def varied(draws: random.Random, value: Buffer) -> Buffer:
+def varied(draw: random.Random, value: Buffer) -> Buffer:
     """Return the same, nearly the same, or something else."""
-    choice = draws.random()
+    choice = draw.random()
     if value is None or choice < 0.15:
-        return drawn(draws)
+        return drawn(draw)
     copy = value.clone()
     if value.numel() and choice < 0.5:
-        copy.reshape(-1)[draws.randrange(value.numel())] += 1
+        copy.reshape(-1)[draw.randrange(value.numel())] += 1
     return copy
 
 
@@ -66,11 +67,11 @@ def are_same_bits(left: Buffer, right: Buffer) -> bool:
     return left.contiguous().view(-1).view(torch.uint8).equal(right.contiguous().view(-1).view(torch.uint8))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", draws(40))
 def test_what_is_found_side_by_side_is_what_is_found_one_by_one(seed: int) -> None:
-    draws = random.Random(seed)
-    agreed = [drawn(draws) for _ in range(draws.randint(1, 12))]
-    values, sound = ([varied(draws, value) for value in agreed] for _ in range(2))
+    draw = random.Random(seed)
+    agreed = [drawn(draw) for _ in range(draw.randint(1, 12))]
+    values, sound = ([varied(draw, value) for value in agreed] for _ in range(2))
     assert all(map(are_same_bits, copies_of(values), values))
 
     changes = changes_of(agreed, values)
@@ -83,8 +84,8 @@ def test_what_is_found_side_by_side_is_what_is_found_one_by_one(seed: int) -> No
     ]
     assert bool(remain_finite(values, sound, changed_since(agreed, values))) is not any(broken)
 
-    averages = {index: varied(draws, value) for index, value in enumerate(values) if draws.random() < 0.8}
-    first = [index for index in averages if draws.random() < 0.3]
+    averages = {index: varied(draw, value) for index, value in enumerate(values) if draw.random() < 0.8}
+    first = [index for index in averages if draw.random() < 0.3]
     become = moved(values, agreed, averages, first)
     expected = {
         index: naive_moved(now, before, average, index in first)

@@ -14,6 +14,7 @@ from stretto_lab.cli import main
 from stretto_lab.cli.estimate import print_estimate
 from stretto_lab.estimate import EstimateConfig, estimate
 from stretto_lab.evidence import of_strategy
+from tests.draws import draws
 from tests.terminal import print_on_a_terminal
 
 WORDS = "--parameters 124M --update-seconds 1.0 --ranks 4 --network 1gbit"
@@ -57,14 +58,14 @@ def test_it_fits_a_terminal_and_says_what_is_sent(
     assert "sends 744 MB per rank" in shown.replace("\n", " ")  # 8 bytes · 124 million · 3/4
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", draws(24))
 def test_every_cell_stands_under_its_heading_and_a_row_fits_a_terminal(
     seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    draws = random.Random(seed)
-    parameters, seconds = f"{10 ** draws.uniform(3, 13):.0f}", f"{10 ** draws.uniform(-4, 5):.3g}"
-    network = draws.choice(["1mbit", "100mbit", "1gbit", "100gbit"])
-    words = f"--parameters {parameters} --update-seconds {seconds} --ranks {draws.randint(2, 999)} --network {network}"
+    draw = random.Random(seed)
+    parameters, seconds = f"{10 ** draw.uniform(3, 13):.0f}", f"{10 ** draw.uniform(-4, 5):.3g}"
+    network = draw.choice(["1mbit", "100mbit", "1gbit", "100gbit"])
+    words = f"--parameters {parameters} --update-seconds {seconds} --ranks {draw.randint(2, 999)} --network {network}"
     print_estimate(words.split())
     _, table, _ = capsys.readouterr().out.split("\n\n")
     starts, *others = [
@@ -83,10 +84,10 @@ def test_the_choice_is_no_slower_than_the_default_and_exact_where_nothing_is_gai
         assert choice == rows[0]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", draws(12))
 def test_averages_are_chosen_where_their_measured_loss_is_allowed_and_no_sooner(seed: int) -> None:
-    draws = random.Random(seed)
-    ranks, seconds = draws.choice([2, 4, 8, 32, 64]), 10 ** draws.uniform(-2, 1)
+    draw = random.Random(seed)
+    ranks, seconds = draw.choice([2, 4, 8, 32, 64]), 10 ** draw.uniform(-2, 1)
     work = EstimateConfig(ranks=ranks, update_seconds=seconds, network="100mbit").work
     for allowed in (0.0, 0.02, 0.05, 0.1, 0.3, 1.0):
         rows, choice = estimate(work, allowed)

@@ -15,6 +15,7 @@ from stretto_lab.observe import read_json_lines
 from stretto_lab.recipes import MicroBatches, Task
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.simulation import SimulateConfig, simulate
+from tests.draws import draws
 from tests.train.tiny import Plane, Points, heldout_loss, quadrant_loss
 
 CLOSE = 0.1
@@ -56,17 +57,17 @@ class Wide:
         )
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", draws(20))
 def test_a_random_job_takes_as_long_as_in_a_simulation(seed: int, tmp_path: Path) -> None:
-    draws = random.Random(seed)
-    arm, width = parse_arm(ARMS[seed % len(ARMS)]), draws.randrange(4_000, 16_000)
-    ranks, micro_batches = draws.choice((2, 3, 4, 6)), draws.randint(2, 6)
-    milliseconds = draws.uniform(5, 50)
+    draw = random.Random(seed)
+    arm, width = parse_arm(ARMS[seed % len(ARMS)]), draw.randrange(4_000, 16_000)
+    ranks, micro_batches = draw.choice((2, 3, 4, 6)), draw.randint(2, 6)
+    milliseconds = draw.uniform(5, 50)
     update = micro_batches * milliseconds / 1000
     # A link on which an exact exchange takes from a quarter to sixteen times an update's computing.
-    bits = 8 * 8 * 7 * width / (update * 2 ** draws.uniform(-2, 4))
-    bucket_bytes = 7 * width * 4 // draws.randint(1, 6)
-    wire = draws.choice(tuple(OF_WIRES))
+    bits = 8 * 8 * 7 * width / (update * 2 ** draw.uniform(-2, 4))
+    bucket_bytes = 7 * width * 4 // draw.randint(1, 6)
+    wire = draw.choice(tuple(OF_WIRES))
     simulate(
         SimulateConfig(
             task=Wide(width=width),

@@ -10,6 +10,7 @@ from stretto.link import Link
 from stretto_lab.estimate.times import ELEMENT_BYTES, Work, time_of
 from stretto_lab.plan import Machine, price
 from stretto_lab.train.arms import parse_arm
+from tests.draws import draws
 
 CLOSE = 0.1
 ARMS = (
@@ -24,18 +25,18 @@ ARMS = (
 )
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", draws(24))
 def test_an_update_takes_what_it_takes_in_virtual_time(seed: int) -> None:
-    draws = random.Random(seed)
-    arm = parse_arm(f"{ARMS[seed % len(ARMS)]}:wire={draws.choice(sorted(WIRES))}")
-    parameters = round(10 ** draws.uniform(7, 9.5))
+    draw = random.Random(seed)
+    arm = parse_arm(f"{ARMS[seed % len(ARMS)]}:wire={draw.choice(sorted(WIRES))}")
+    parameters = round(10 ** draw.uniform(7, 9.5))
     work = Work(
         parameters=parameters,
         bucket_bytes=parameters // 8,  # 32 buckets, so that a twin is small
-        update_seconds=10 ** draws.uniform(-1, 1),
-        ranks=draws.choice((2, 4, 8, 64)),
-        micro_batches=draws.randint(2, 8),
-        link=Link(bits_per_second=10 ** draws.uniform(7.5, 11)),
+        update_seconds=10 ** draw.uniform(-1, 1),
+        ranks=draw.choice((2, 4, 8, 64)),
+        micro_batches=draw.randint(2, 8),
+        link=Link(bits_per_second=10 ** draw.uniform(7.5, 11)),
     )
     micro_batch = work.update_seconds / work.micro_batches
     machine = Machine(

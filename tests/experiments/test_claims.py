@@ -15,6 +15,7 @@ from book import Book, difference, interval
 from claims import Effect, Record, Site, Verdict, judge, record_of, worst
 
 from stretto.errors import ConfigError
+from tests.draws import draws
 
 PAPERS, RECORDS = claims.load()
 EVERY = pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
@@ -130,7 +131,7 @@ def test_one_seed_and_no_seed_decide_nothing() -> None:
     assert judge(None, effect(least=0)) is Verdict.UNCHECKED
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", draws(50))
 def test_a_verdict_is_the_same_from_the_other_side_and_a_narrower_interval_never_changes_sides(
     seed: int,
 ) -> None:

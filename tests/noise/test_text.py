@@ -14,6 +14,7 @@ from stretto_lab.faults import Fault, FaultPlan
 from stretto_lab.page import ReportConfig, report
 from stretto_lab.train.configuration import CompareConfig, RunConfig
 from stretto_lab.train.simulation import SimulateConfig
+from tests.draws import draws
 
 
 def drawn(seed: int) -> Noise:
@@ -29,7 +30,7 @@ def drawn(seed: int) -> Noise:
     )
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", draws(50))
 def test_noise_is_read_as_it_is_shown(seed: int) -> None:
     assert parse_noise(str(drawn(seed))) == drawn(seed)
 

@@ -22,6 +22,7 @@ from stretto_lab.recipes import DigitsResNet
 from stretto_lab.recipes.own import own_recipe
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.launch import LocalRanks
+from tests.draws import draws
 from tests.plan.machine import BUCKET_BYTES, MACHINE, seconds
 from tests.terminal import print_on_a_terminal
 
@@ -65,14 +66,14 @@ def test_jitter_costs_what_the_slowest_of_all_ranks_lags_behind() -> None:
         assert lag(ranks) / of_two == pytest.approx(slowest * math.sqrt(math.pi), rel=0.1)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", draws(8))
 def test_a_free_link_and_more_ranks_that_jitter_never_make_an_update_cheaper(seed: int) -> None:
     """Every rank of `ddp` steps all parameters, so only what it waits for the others grows."""
-    draws = random.Random(seed)
+    draw = random.Random(seed)
     machine = dataclasses.replace(
-        MACHINE, link=Link(), jitter=draws.uniform(0.0, 1.0), backward_seconds=draws.uniform(0.01, 0.2)
+        MACHINE, link=Link(), jitter=draw.uniform(0.0, 1.0), backward_seconds=draw.uniform(0.01, 0.2)
     )
-    micro_batches = draws.choice([1, 2, 4, 16])
+    micro_batches = draw.choice([1, 2, 4, 16])
     taken = [
         price(
             parse_arm("ddp"),
@@ -80,7 +81,7 @@ def test_a_free_link_and_more_ranks_that_jitter_never_make_an_update_cheaper(see
             micro_batches=micro_batches,
             bucket_bytes=BUCKET_BYTES,
         ).seconds
-        for ranks in sorted([1, 2, *draws.sample(range(3, 5000), 3)])
+        for ranks in sorted([1, 2, *draw.sample(range(3, 5000), 3)])
     ]
     assert taken == sorted(taken)
 
@@ -296,23 +297,21 @@ def test_a_run_over_files_begins_in_an_empty_folder_and_the_same_command_goes_on
 def test_over_random_machines_a_faster_link_makes_no_update_slower_and_none_is_faster_than_its_computing() -> (
     None
 ):
-    draws = random.Random(0)
+    draw = random.Random(0)
     for _ in range(12):
         machine = Machine(
-            ranks=draws.choice([2, 3, 8, 100]),
-            parameters=draws.randint(1_000, 10_000_000),
-            forward_seconds=10 ** draws.uniform(-4, -1),
-            backward_seconds=10 ** draws.uniform(-4, -1),
-            load_seconds=10 ** draws.uniform(-6, -1),
-            step_seconds=10 ** draws.uniform(-5, -2),
-            exchange_seconds=dict.fromkeys(MACHINE.exchange_seconds, 10 ** draws.uniform(-5, -2)),
-            link=Link(
-                bits_per_second=10 ** draws.uniform(6, 11), latency_seconds=10 ** draws.uniform(-6, -3)
-            ),
-            cores=draws.choice([1, 8]),
+            ranks=draw.choice([2, 3, 8, 100]),
+            parameters=draw.randint(1_000, 10_000_000),
+            forward_seconds=10 ** draw.uniform(-4, -1),
+            backward_seconds=10 ** draw.uniform(-4, -1),
+            load_seconds=10 ** draw.uniform(-6, -1),
+            step_seconds=10 ** draw.uniform(-5, -2),
+            exchange_seconds=dict.fromkeys(MACHINE.exchange_seconds, 10 ** draw.uniform(-5, -2)),
+            link=Link(bits_per_second=10 ** draw.uniform(6, 11), latency_seconds=10 ** draw.uniform(-6, -3)),
+            cores=draw.choice([1, 8]),
         )
         faster = dataclasses.replace(machine.link, bits_per_second=3 * machine.link.bits_per_second)
-        arm = f"{draws.choice(['ddp', 'zero1', 'acco', 'wp', 'dpu'])}:wire={draws.choice(['fp32', 'int4'])}"
+        arm = f"{draw.choice(['ddp', 'zero1', 'acco', 'wp', 'dpu'])}:wire={draw.choice(['fp32', 'int4'])}"
         slow, fast = seconds(arm, machine), seconds(arm, dataclasses.replace(machine, link=faster))
         assert fast <= slow * 1.01, (arm, machine)  # ranks may take turns in another order
         assert fast >= 4 * max(machine.micro_batch_seconds, machine.load_seconds) * 0.999, (arm, machine)

@@ -20,6 +20,7 @@ from stretto_lab.plan.twin import Twin
 from stretto_lab.recipes import DigitsResNet, MicroBatches, Task
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.simulation import SimulateConfig, simulate
+from tests.draws import draws
 from tests.plan.machine import BUCKET_BYTES, MACHINE
 from tests.terminal import print_on_a_terminal
 from tests.train.tiny import Plane, quadrant_loss
@@ -69,24 +70,24 @@ def machine_of(
     ).with_ranks(ranks, slow)
 
 
-@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.parametrize("seed", draws(14))
 def test_a_price_is_within_a_tenth_of_what_a_simulation_takes_over_random_ranks_links_and_clocks(
     seed: int,
 ) -> None:
     """A tenth: ranks within a twentieth are one class, a class is as fast as its mean, and updates by the clock are
     whole micro-batches, of which 12 updates are counted."""
-    draws, task = random.Random(seed), Wide()
-    ranks = draws.choice([2, 3, 4, 6, 8])
-    slow = {rank: draws.uniform(1, 5) for rank in draws.sample(range(ranks), draws.randint(1, ranks))}
-    micro_batch_ms, micro_batches = draws.uniform(1, 30), draws.choice([2, 4])
-    microseconds, mbit = round(10 ** draws.uniform(1, 3)), 10 ** draws.uniform(0.3, 3)
-    least = draws.choice([1, 1, 2])
-    clock = f":clock={least},{least + draws.choice([2, 8, 16])}"
-    arm = draws.choice(
+    draw, task = random.Random(seed), Wide()
+    ranks = draw.choice([2, 3, 4, 6, 8])
+    slow = {rank: draw.uniform(1, 5) for rank in draw.sample(range(ranks), draw.randint(1, ranks))}
+    micro_batch_ms, micro_batches = draw.uniform(1, 30), draw.choice([2, 4])
+    microseconds, mbit = round(10 ** draw.uniform(1, 3)), 10 ** draw.uniform(0.3, 3)
+    least = draw.choice([1, 1, 2])
+    clock = f":clock={least},{least + draw.choice([2, 8, 16])}"
+    arm = draw.choice(
         ["zero1", "ddp", "acco", "wp", "dpu", *(f"{one}{clock}" for one in ("acco", "acco", "wp", "dpu"))]
     )
-    arm += draws.choice(["", ":wire=bf16", ":wire=int4"])
-    bucket_bytes = draws.choice([1, 4, 8]) * task.parameters // 2
+    arm += draw.choice(["", ":wire=bf16", ":wire=int4"])
+    bucket_bytes = draw.choice([1, 4, 8]) * task.parameters // 2
     found = simulate(
         SimulateConfig(
             task=task,
@@ -113,9 +114,9 @@ def test_a_price_is_within_a_tenth_of_what_a_simulation_takes_over_random_ranks_
 
 def test_fixed_counts_are_as_slow_as_the_slowest_rank_however_many_are_fast() -> None:
     alone = dataclasses.replace(MACHINE, link=Link())
-    draws = random.Random(0)
+    draw = random.Random(0)
     for ranks in (2, 5, 64, 500):
-        factors = {rank: draws.uniform(1, 4) for rank in range(ranks)}
+        factors = {rank: draw.uniform(1, 4) for rank in range(ranks)}
         found, expected = (
             price(parse_arm("zero1"), machine, micro_batches=4, bucket_bytes=BUCKET_BYTES).seconds
             for machine in (
@@ -127,11 +128,11 @@ def test_fixed_counts_are_as_slow_as_the_slowest_rank_however_many_are_fast() ->
 
 
 def test_a_twin_stands_for_all_ranks_and_for_all_that_they_compute_by_the_clock() -> None:
-    draws = random.Random(0)
+    draw = random.Random(0)
     for _ in range(200):
-        ranks = draws.randint(1, 100)
-        spread = draws.choice([1.0, 1.04, 1.5, 6.0])
-        factors = {rank: draws.uniform(1, spread) for rank in range(ranks)}
+        ranks = draw.randint(1, 100)
+        spread = draw.choice([1.0, 1.04, 1.5, 6.0])
+        factors = {rank: draw.uniform(1, spread) for rank in range(ranks)}
         twin = Twin.of(MACHINE.with_ranks(ranks, factors), BUCKET_BYTES, by_node=False)
         assert twin.ranks == len(twin.slowness) <= 5
         assert sum(twin.stands_for) == pytest.approx(ranks)
@@ -200,12 +201,12 @@ def test_the_loader_is_as_slow_for_a_fast_rank_as_for_a_slow_one() -> None:
 
 def test_a_neighbour_that_disturbs_some_micro_batches_makes_no_rank_slow() -> None:
     """On shared cores most of a rank's micro-batches may be disturbed; one that is not tells its speed."""
-    draws = numpy.random.default_rng(0)
+    draw = numpy.random.default_rng(0)
     for _ in range(100):
-        ranks = draws.integers(2, 9)
-        factors = draws.choice([1.0, 1.3, 3.0], size=ranks)
-        disturbed = 1 + draws.exponential(2.0, size=(ranks, 8))
-        disturbed[range(ranks), draws.integers(0, 8, size=ranks)] = 1.0
+        ranks = draw.integers(2, 9)
+        factors = draw.choice([1.0, 1.3, 3.0], size=ranks)
+        disturbed = 1 + draw.exponential(2.0, size=(ranks, 8))
+        disturbed[range(ranks), draw.integers(0, 8, size=ranks)] = 1.0
         taken = torch.tensor(factors[:, None] * disturbed)
         slowness, longest = by_speed(taken.amin(1), taken.median(1, keepdim=True).values)
         torch.testing.assert_close(slowness, torch.tensor(factors / factors.min()))

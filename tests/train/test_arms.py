@@ -11,6 +11,7 @@ from stretto.fields import field_types, named_settings
 from stretto.strategies import ACCO, STRATEGIES, Average, DiLoCo, LocalSGD, Strategy
 from stretto_lab.train.arms import parse_arm, parse_arms, parse_clock, parse_learning_rates, split_list
 from stretto_lab.train.configuration import CompareConfig, Job, RunConfig
+from tests.draws import draws
 from tests.train.tiny import Tiny
 
 
@@ -56,10 +57,10 @@ def test_a_number_that_comes_first_is_the_first_option(text: str, expected: Stra
     assert parse_arm(text).strategy() == expected
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", draws(60))
 def test_what_a_text_was_resolved_to_says_all_options_and_the_same(seed: int) -> None:
-    draws = random.Random(seed)
-    name = draws.choice([name for name in STRATEGIES if name not in ("paft-dyn",)])
+    draw = random.Random(seed)
+    name = draw.choice([name for name in STRATEGIES if name not in ("paft-dyn",)])
     some = {
         "acco": ["first=1"],
         "average": ["every=6", "fragments=2", "delay=0", "worker=node"],
@@ -67,8 +68,8 @@ def test_what_a_text_was_resolved_to_says_all_options_and_the_same(seed: int) ->
         "diloco": ["interval=12", "outer_lr=0.5", "nesterov=off", "delay=1", "mix=0.25"],
         "paft-sync": ["interval=5", "state=on"],
     }
-    given = {part.partition("=")[0]: part for part in some.get(name, []) if draws.random() < 0.5}
-    text = ":".join([name, *given.values(), *draws.sample(["wire=int4", "lr=0.5", "micro_batches=8"], 2)])
+    given = {part.partition("=")[0]: part for part in some.get(name, []) if draw.random() < 0.5}
+    text = ":".join([name, *given.values(), *draw.sample(["wire=int4", "lr=0.5", "micro_batches=8"], 2)])
     arm = parse_arm(text)
     resolved = parse_arm(arm.resolved)
     assert (resolved.strategy(), resolved.settings) == (arm.strategy(), arm.settings)

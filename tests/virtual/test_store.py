@@ -34,6 +34,7 @@ from stretto import (
 from stretto.echo import Plan
 from stretto.strategies import Strategy
 from stretto_lab.virtual import Compute, VirtualCluster, VirtualGroup, VirtualStore, parse_network
+from tests.draws import draws
 from tests.echo.sources import Numbers
 
 STEP_NS = 10_000_000
@@ -121,8 +122,8 @@ def test_a_measurement_finds_the_free_uses() -> None:
 
 def irregular(seed: int, mean: float, variation: float) -> Iterator[float]:
     """Seconds of reads, gamma-distributed."""
-    draws = np.random.default_rng(seed)
-    return (float(draws.gamma(variation**-2, mean * variation**2)) for _ in itertools.count())
+    draw = np.random.default_rng(seed)
+    return (float(draw.gamma(variation**-2, mean * variation**2)) for _ in itertools.count())
 
 
 def decided(
@@ -142,7 +143,7 @@ def decided(
     return alone(program)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", draws(8))
 @pytest.mark.parametrize("pool", [1, 3, 8])
 @pytest.mark.parametrize("max_uses", [1, 2, 5])
 def test_reactive_uses_stay_within_their_bounds_on_any_store(seed: int, pool: int, max_uses: int) -> None:

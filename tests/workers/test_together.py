@@ -12,6 +12,7 @@ import stretto as st
 from stretto.errors import PeerFailed, ReplicaNonFinite, WorkerDisagrees
 from stretto_lab.virtual import Compute, VirtualCluster
 from tests.diloco.jobs import start
+from tests.draws import draws
 from tests.exactness.jobs import (
     Case,
     build_model,
@@ -62,22 +63,22 @@ def train(rank: int, group: distributed.ProcessGroup, case: Case) -> Seen:
 
 def courses(seed: int) -> tuple[Case, int, int]:
     """A case of random lengths, weights, clips and damage, with nodes and ranks per node."""
-    draws = random.Random(seed)
-    nodes, per_node = draws.choice([(2, 2), (2, 3), (3, 2)])
+    draw = random.Random(seed)
+    nodes, per_node = draw.choice([(2, 2), (2, 3), (3, 2)])
     case = Case(
         strategy=STRATEGIES[seed % len(STRATEGIES)],
-        optimizer=draws.choice(["sgd", "adamw"]),
-        lengths=tuple(draws.randint(1, 40) for _ in range(nodes * per_node)),
-        micro_batches=draws.choice([1, 3, 4]),
-        until=draws.choice(["any", "all"]),
-        branch=draws.choice(["always", "one rank"]),
-        tokens=draws.random() < 0.5,
-        batch_norm=draws.random() < 0.5,
-        poisoned=(draws.randint(0, 9),),
+        optimizer=draw.choice(["sgd", "adamw"]),
+        lengths=tuple(draw.randint(1, 40) for _ in range(nodes * per_node)),
+        micro_batches=draw.choice([1, 3, 4]),
+        until=draw.choice(["any", "all"]),
+        branch=draw.choice(["always", "one rank"]),
+        tokens=draw.random() < 0.5,
+        batch_norm=draw.random() < 0.5,
+        poisoned=(draw.randint(0, 9),),
         options=st.Options(
             bucket_bytes=4096,
-            clip_norm=draws.choice([None, 0.5]),
-            wire=draws.choice(["fp32", "int8"]),
+            clip_norm=draw.choice([None, 0.5]),
+            wire=draw.choice(["fp32", "int8"]),
             nonfinite="skip",
             allow_unused=True,
         ),
@@ -85,7 +86,7 @@ def courses(seed: int) -> tuple[Case, int, int]:
     return case, nodes, per_node
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", draws(12))
 def test_ranks_of_a_node_are_the_same_after_every_update(seed: int) -> None:
     case, nodes, per_node = courses(seed)
     chosen = with_nodes(case, per_node)
