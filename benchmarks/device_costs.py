@@ -304,7 +304,6 @@ def commands(device: torch.device) -> dict[str, Any]:
         for words in (
             f"train digits-resnet --updates 4 --device {device.type} --workers 1 --run-dir one",
             "train digits-resnet --updates 4 --run-dir two",
-            "doctor --seconds 10",
         ):
             ended = subprocess.run(
                 [sys.executable, "-m", "stretto", *words.split()], cwd=folder, capture_output=True, text=True,

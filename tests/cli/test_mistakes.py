@@ -49,7 +49,6 @@ from stretto_lab.cli.help import COMMANDS
         ("train digits-resnet --strategy torch-ddp", "torch-ddp is there to compare with"),
         ("train digits-resnet --upadtes 3", "has no option '--upadtes'"),
         ("report --otu page.html", "report needs the folder of a run first"),
-        ("doctor --secnods 3", "did you mean '--seconds'?"),
         ("demo --sedes 3", "did you mean '--seeds'?"),
         ("demo --wire int5", "did you mean 'int8'?"),
         ("demo --task.wdith 3", "did you mean '--task.width'?"),

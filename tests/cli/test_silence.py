@@ -37,7 +37,6 @@ LISTENED: Mapping[str, str] = {
     "compare": f"{SMALL} {RUN} --strategies zero1 --out compared",
     "diagnose": f"{SMALL} --batches 1 --slow-loader 3000",
     "plan": f"{SMALL} --batches 1 --slow-loader 5000 --ranks 2 --network 10mbit",
-    "doctor": "--seconds 24",
     "demo": "--updates 3 --evaluate-every 1 --slow-loader 400 --link 100mbit",
     "campaign": "--faults 4 --clean-rounds 10",
     "simulate": "digits-resnet --ranks 4 --updates 3",
@@ -93,7 +92,7 @@ def test_every_function_that_workers_run_says_how_far_it_is() -> None:
         and call.args
         and isinstance(call.args[0], ast.Name)
     } & functions.keys()
-    assert {"train_rank", "surviving_rank", "measure", "diagnose_rank", "examine_rank"} <= called
+    assert {"train_rank", "surviving_rank", "measure", "diagnose_rank"} <= called
     for name in called - {"run_real"}:  # beside which the campaign goes on, and tells of it
         names = {node.id for one in functions[name] for node in ast.walk(one) if isinstance(node, ast.Name)}
         assert {"Stages", "_progress"} & names, name

@@ -9,7 +9,6 @@ from torch.distributed.run import get_args_parser
 
 from stretto_lab.campaign import CampaignConfig
 from stretto_lab.cli.options import parse_alone, parse_options
-from stretto_lab.doctor import Examination
 from stretto_lab.estimate import EstimateConfig
 from stretto_lab.page import ReportConfig
 from stretto_lab.plan import PlanConfig
@@ -22,7 +21,7 @@ from tests.docs.pages import ROOT, commands, links, pages, typed
 
 # Those of docs/recipes.md are run, by the page's own test.
 COMMANDS = [words for page in pages() if page.name != "recipes.md" for words in commands(page)]
-ALONE = {"demo": DemoConfig, "doctor": Examination, "estimate": EstimateConfig, "meet": MeetConfig}
+ALONE = {"demo": DemoConfig, "estimate": EstimateConfig, "meet": MeetConfig}
 """The options of commands that take nothing else."""
 AFTER_NAMES = {"report": ReportConfig}
 """The options of commands that take folders or records before them."""
@@ -75,7 +74,6 @@ def test_the_pages_print_commands() -> None:
         "plan",
         "estimate",
         "campaign",
-        "doctor",
         "resume",
         "meet",
     }

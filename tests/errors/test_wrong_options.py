@@ -21,7 +21,6 @@ from stretto.guards import GUARDS
 from stretto.strategies import STRATEGIES
 from stretto_lab.campaign import CampaignConfig
 from stretto_lab.cli import main
-from stretto_lab.doctor import Examination
 from stretto_lab.faults import Fault, FaultPlan
 from stretto_lab.recipes import RECIPES
 from stretto_lab.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
@@ -55,7 +54,6 @@ def all_records() -> list[Any]:
         *(kind() for kind in GUARDS.values()),
         Fault(site="sum", rank=0),
         FaultPlan(),
-        Examination(),
         Link(),
         Network(),
         Uplink(ranks=(0,), link=Link()),
@@ -171,7 +169,7 @@ def all_options() -> Iterator[Any]:
         for recipe, make in RECIPES.items()
         for command, configure in COMMANDS.items()
     ]
-    for command, configuration in [*configured, ("doctor", Examination())]:
+    for command, configuration in configured:
         for option, kind in options(configuration):
             if (option, kind) not in seen:
                 seen.add((option, kind))
@@ -215,13 +213,12 @@ def test_an_option_refuses_words_that_it_cannot_be(
         assert line.endswith(f"did you mean {meant!r}?")
 
 
-@pytest.mark.parametrize("command", [*(f"{command} digits-resnet" for command in COMMANDS), "doctor"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_misspelt_option_is_answered_with_the_one_that_was_meant(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make = COMMANDS.get(command.split()[0], lambda task: Examination())
-    for option, _ in list(options(make(RECIPES["digits-resnet"]())))[::9]:
-        line = complaint([*command.split(), option + option[-1], "1"], capsys)
+    for option, _ in list(options(COMMANDS[command](RECIPES["digits-resnet"]())))[::9]:
+        line = complaint([command, "digits-resnet", option + option[-1], "1"], capsys)
         assert line.endswith(f"did you mean {option!r}?")
 
 

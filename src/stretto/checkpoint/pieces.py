@@ -153,7 +153,7 @@ class Writer(FileSystemWriter):
             raise CheckpointError(
                 f"{item.index.fqn!r} changed on its way from the job to {Path(self.path) / place.file}: expected the "
                 f"digest {hexadecimal(self._held[item.index])}, which the job's values had, found "
-                f"{hexadecimal(written)}; save again, and look at this rank's memory with `stretto doctor`"
+                f"{hexadecimal(written)}; save again, and test this rank's memory"
             )
         chunk = None if item.tensor_data is None else item.tensor_data.chunk
         return Stored(

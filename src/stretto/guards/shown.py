@@ -186,7 +186,7 @@ class ShownValues(RoundWatch):
                 f"{self._rounds.job.compute.where}: {site}, {name!r}, had other values {_NO_ACCIDENT} times within a "
                 "few rounds, and nobody has written it in a way that shows: memory does not fail so. Something writes "
                 "it through .data or .numpy() (a target network, an average, a clip): write it without .data, "
-                f"{instead}; if nothing does, look at this machine with `stretto doctor`"
+                f"{instead}; if nothing does, test this machine's memory"
             )
 
     def _incident(self, site: str, part: str, action: str, expected: int, found: int) -> Incident:

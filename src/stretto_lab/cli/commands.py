@@ -10,7 +10,6 @@ from typing import Any
 
 from stretto.errors import ConfigError, StrettoError, UnknownName
 from stretto.fields import unknown_name
-from stretto.machine import describe_environment
 from stretto.terminal import printable
 from stretto_lab.campaign import CampaignConfig, repeat_fault, run_campaign, small
 from stretto_lab.cli.auto import (
@@ -41,13 +40,11 @@ from stretto_lab.cli.screens import (
     print_diagnosis,
     print_plan,
     print_preset,
-    print_report,
     print_run,
     print_simulation,
 )
-from stretto_lab.doctor import Examination, Report, examine_rank
 from stretto_lab.estimate import EstimateConfig
-from stretto_lab.observe import Stages, print_campaign, print_comparison, print_demo, replace_json
+from stretto_lab.observe import Stages, print_campaign, print_comparison, print_demo
 from stretto_lab.page import PAGE, ReportConfig, page_of, report
 from stretto_lab.patience import fold, waiting
 from stretto_lab.plan import PlanConfig
@@ -77,7 +74,6 @@ CONFIGURE: Mapping[str, Callable[[TaskConfig], Any]] = MappingProxyType(
         "plan": lambda task: PlanConfig(task=task),
         "estimate": lambda _: EstimateConfig(),
         "campaign": lambda task: CampaignConfig(task=small(task)),
-        "doctor": lambda _: Examination(),
         "meet": lambda _: MeetConfig(),
         "presets": lambda _: PresetList(),
     }
@@ -85,8 +81,8 @@ CONFIGURE: Mapping[str, Callable[[TaskConfig], Any]] = MappingProxyType(
 """What makes the configuration of each command from a recipe's."""
 CAMPAIGN_RECIPE = "stdlib-gpt"
 """What a campaign trains where no recipe is named."""
-BROKEN = FAILED = 1
-"""Exit codes: a promise was broken; the machine cannot be trusted."""
+BROKEN = 1
+"""Exit code: a promise was broken."""
 
 
 def run_command(name: str, words: Sequence[str]) -> int:
@@ -102,7 +98,6 @@ def run_command(name: str, words: Sequence[str]) -> int:
         "plan": plan_command,
         "estimate": print_estimate,
         "campaign": campaign_command,
-        "doctor": doctor_command,
         "meet": lambda words: meet(parse_alone("meet", words, MeetConfig()), _print_line),
         "presets": presets_command,
     }
@@ -361,27 +356,6 @@ def _repeat(campaign: CampaignConfig[TaskConfig], number: int) -> int:
     for line in judgement.story.splitlines():
         _print_line(line)
     return 0 if judgement.violation is None else BROKEN
-
-
-def doctor_command(words: Sequence[str]) -> int:
-    """Find out whether this machine's arithmetic, memory and network can be trusted.
-
-    Returns:
-        The process's exit code: 0 where nothing disagrees, 1 where something does.
-    """
-    examination = parse_alone("doctor", words, Examination())
-    ranks = find_ranks(examination.workers)
-    _log(ranks)(f"looking at arithmetic, memory and network for about {examination.seconds:g} s")
-    report = ranks.call(examine_rank, examination)[0]
-    if ranks.is_first:
-        print_report(report)
-        if examination.out is not None:
-            _write(report, Path(examination.out))
-    return 0 if report.passed else FAILED
-
-
-def _write(report: Report, folder: Path) -> None:
-    replace_json(folder / "doctor.json", {**report.as_json(), "environment": describe_environment()})
 
 
 def presets_command(words: Sequence[str]) -> None:

@@ -96,11 +96,6 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             takes="[RECIPE]",
             basic=("faults", "real", "clean-rounds", "workers", "seed", "only", "out"),
         ),
-        "doctor": Command(
-            summary="find out whether this machine can be trusted",
-            takes="",
-            basic=("workers", "seconds", "memory-megabytes", "link-megabytes", "out"),
-        ),
         "meet": Command(
             summary="host the store of jobs that survive the loss of ranks",
             takes="",

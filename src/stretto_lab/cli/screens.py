@@ -14,7 +14,6 @@ from stretto.strategies import ACCO
 from stretto_lab.cli.options import shown
 from stretto_lab.cli.presets import Preset
 from stretto_lab.cli.run_folder import resume_command
-from stretto_lab.doctor import Finding, Report
 from stretto_lab.evidence import OF_WIRES, of_strategy
 from stretto_lab.patience import fold, waiting
 from stretto_lab.plan import UNEQUAL, Machine, Price, Ranking
@@ -290,23 +289,6 @@ def _rate(link: Link) -> str:
     if link.bits_per_second is None:
         return "free"
     return f"{link.bits_per_second / 1e6:,.0f} Mbit/s and {1e3 * link.latency_seconds:,.2f} ms"
-
-
-def print_report(report: Report) -> None:
-    """Print a row per finding of an examination."""
-    checks = max(len(finding.check) for finding in report.findings)
-    whose = max(len(_whom(finding)) for finding in report.findings)
-    for finding in report.findings:
-        mark = "ok " if finding.passed else "BAD"
-        row = f"{mark}  {finding.check:{checks}}  {_whom(finding):{whose}}  {finding.detail}"
-        print(fold(row, indent=checks + whose + 9))
-    print(fold(report.summary))
-
-
-def _whom(finding: Finding) -> str:
-    if finding.link is not None:
-        return f"rank {finding.link[0]} to rank {finding.link[1]}"
-    return "all ranks" if finding.rank is None else f"rank {finding.rank}, {finding.device}"
 
 
 _VALUE = 30
