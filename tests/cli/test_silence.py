@@ -64,6 +64,7 @@ def longest_silence(name: str, folder: Path) -> float:
     return max(after - before for before, after in itertools.pairwise(moments))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)  # where the machine is busy, PyTorch alone takes half a minute to load
 def test_no_command_is_silent_for_ten_seconds(tmp_path: Path) -> None:
     assert LISTENED.keys() == COMMANDS.keys() - {"meet"}  # which waits for good, and says so first

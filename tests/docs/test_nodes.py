@@ -17,6 +17,7 @@ def test_the_examples_run_one_after_the_other() -> None:
         names["parallel"].finish()
 
 
+@pytest.mark.long
 def test_the_commands_take_the_seconds_that_are_told(capfd: pytest.CaptureFixture[str]) -> None:
     for words in commands(PAGE):
         assert main(words) == 0

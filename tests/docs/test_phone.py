@@ -72,6 +72,7 @@ def widths(site: Path, pages: list[str], measured: str = PAGE) -> dict[str, int]
     return json.loads(html.unescape(found))
 
 
+@pytest.mark.long
 @needs_chromium
 @pytest.mark.timeout(900)  # the whole site is built and drawn
 def test_no_page_scrolls_sideways_on_a_phone(site: Path) -> None:

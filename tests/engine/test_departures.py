@@ -16,6 +16,7 @@ from stretto.groups.collectives import Call
 from stretto.groups.wrapped import WrappedGroup
 from stretto.strategies import Strategy
 from stretto_lab.virtual import VirtualCluster
+from tests.draws import part
 
 _OF_GRADIENTS = ("all_to_all", "all_reduce", "reduce_scatter")
 
@@ -96,7 +97,9 @@ def of_gradients(begun: list[str]) -> int:
     return sum(name in _OF_GRADIENTS for name in begun)
 
 
-@pytest.mark.parametrize("settings", [*[{"wire": wire} for wire in WIRES], {"exchange": "native"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", part([{"exchange": "native"}, *[{"wire": wire} for wire in WIRES]]), ids=str
+)
 @pytest.mark.parametrize("strategy", [DDP(), ZeRO1()], ids=lambda strategy: strategy.name)
 def test_nine_in_ten_buckets_leave_before_any_is_known_to_have_arrived(
     strategy: Strategy, settings: dict[str, str]

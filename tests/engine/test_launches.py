@@ -17,6 +17,7 @@ from stretto.flat import plan_layout
 from stretto.groups import SoloGroup
 from stretto.optimizer import ReducedGradient, ShardedOptimizer, read_hyperparameters
 from stretto.strategies import Strategy
+from tests.draws import part
 
 PACKAGE = Path(stretto.__file__).parent
 PER_BUCKET = (
@@ -78,7 +79,7 @@ def launches(
     return +counted.counts
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("strategy", part(STRATEGIES), ids=str)
 def test_launches_follow_the_flat_sets(strategy: Strategy) -> None:
     draws = random.Random(3)
     for dtypes in ([torch.float32], [torch.float32, torch.bfloat16]):

@@ -14,6 +14,7 @@ from stretto.exchange import WIRES
 from stretto.groups import SoloGroup
 from stretto.strategies import ACCO, DDP, DPU, Average, PAFTDyn, PAFTSync, Strategy, WeightPrediction, ZeRO1
 from stretto_lab.virtual import VirtualCluster
+from tests.draws import part
 from tests.engine.lifetimes import OWN, Lifetimes
 
 EQUAL = (DDP(), ZeRO1(), DPU(), WeightPrediction(), ACCO(), ACCO(first=1))
@@ -64,7 +65,7 @@ def drawn(strategy: Strategy) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("strategy", [*EQUAL, *APART], ids=str)
 def test_nothing_is_freed_before_its_stream_knows_that_others_are_done_with_it(strategy: Strategy) -> None:
-    for settings in drawn(strategy):
+    for settings in part(drawn(strategy)):
         for lifetimes in freed_early(strategy, **settings):
             assert not lifetimes.early, settings
             assert lifetimes.crossed  # something was freed that a stream beside its own had used

@@ -18,6 +18,7 @@ from stretto.errors import ConfigError, Finished, OutOfTurn, PeerFailed
 from stretto.feed.passes import own_tensors
 from stretto.strategies import STRATEGIES, Strategy
 from stretto_lab.virtual import VirtualCluster
+from tests.draws import draws
 from tests.processes import run_ranks
 
 STRATEGIES_TRIED: tuple[Strategy, ...] = (*(kind() for kind in STRATEGIES.values()), LocalSGD(0.5))
@@ -72,13 +73,13 @@ def over(parallel: stretto.DataParallel, batches: Iterator[Tensor], seen: list[f
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_loader_that_begins_anew_by_itself_gives_the_passes_of_a_plain_loop(seed: int) -> None:
-    draws = random.Random(seed)
-    for _ in range(30):
-        strategy, until = draws.choice(STRATEGIES_TRIED), draws.choice(["any", "all"])
-        counts = [draws.randint(1, 5)] * draws.randint(1, 3)
+    draw = random.Random(seed)
+    for _ in draws(30):
+        strategy, until = draw.choice(STRATEGIES_TRIED), draw.choice(["any", "all"])
+        counts = [draw.randint(1, 5)] * draw.randint(1, 3)
         if until == "all":
-            counts = [draws.randint(1, 5) for _ in counts]
-        says = [draws.choice([count, None, draws.randint(0, 6)]) for count in counts]
+            counts = [draw.randint(1, 5) for _ in counts]
+        says = [draw.choice([count, None, draw.randint(0, 6)]) for count in counts]
         case = (strategy, until, counts, says)
 
         def program(rank: int, group: dist.ProcessGroup) -> list[float]:
@@ -91,10 +92,10 @@ def test_a_loader_that_begins_anew_by_itself_gives_the_passes_of_a_plain_loop(se
 
 
 def test_batches_before_an_error_of_the_loader_are_trained_whatever_its_length() -> None:
-    draws = random.Random(0)
+    draw = random.Random(0)
     for _ in range(100):
-        strategy, fails = draws.choice(STRATEGIES_TRIED), draws.randint(1, 5)
-        loader = Restarting(6, draws.choice([None, fails, fails + 1, draws.randint(0, 6)]), fails)
+        strategy, fails = draw.choice(STRATEGIES_TRIED), draw.randint(1, 5)
+        loader = Restarting(6, draw.choice([None, fails, fails + 1, draw.randint(0, 6)]), fails)
         model, seen = nn.Linear(1, 1), list[float]()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
         parallel = stretto.DataParallel(model, optimizer, strategy, micro_batches=2)
@@ -215,11 +216,11 @@ KINDS: dict[type[Any], Any] = {
 }
 
 
-def wrapped(draws: random.Random, part: Any) -> Any:
-    for _ in range(draws.randint(1, 3)):
-        kind = draws.choice([kind for kind in KINDS if kind is not set or isinstance(part, Tensor)])
+def wrapped(draw: random.Random, part: Any) -> Any:
+    for _ in range(draw.randint(1, 3)):
+        kind = draw.choice([kind for kind in KINDS if kind is not set or isinstance(part, Tensor)])
         part = KINDS[kind](part)
-        if kind is Locked and draws.random() < 0.3:
+        if kind is Locked and draw.random() < 0.3:
             part.append(part)
     return part
 
@@ -239,9 +240,9 @@ def inside(batch: Any) -> Any:
 
 
 def test_a_batch_of_any_make_has_memory_of_its_own_where_the_loader_is_asked_again() -> None:
-    draws = random.Random(0)
+    draw = random.Random(0)
     for _ in range(200):
-        memory = draws.choice([torch.zeros(2), np.zeros(2)])
+        memory = draw.choice([torch.zeros(2), np.zeros(2)])
         batch = wrapped(draws, memory)
         own = own_tensors(batch)
         assert type(own) is type(batch)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import stretto as st
 from stretto.strategies import STRATEGIES
+from tests.draws import part
 from tests.errors.tiny import tiny_model
 from tests.groups.nccl_like import ASKED, LATE, NcclLikeGroup
 from tests.processes import run_ranks
@@ -52,7 +53,7 @@ def trained_twice(rank: int, strategy: st.Strategy, options: dict[str, Any]) -> 
     return plain, trained(rank, strategy, NcclLikeGroup(), **options)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", part(STRATEGIES))
 def test_a_late_rank_is_waited_for_without_a_timeout_where_that_would_abort_the_group(name: str) -> None:
     number = list(STRATEGIES).index(name)
     options: dict[str, Any] = {"wire": WIRES[number % len(WIRES)], "verified": number % 2 == 0}

@@ -21,6 +21,7 @@ from stretto import (
 )
 from stretto.strategies import Strategy
 from stretto_lab.estimate.times import kept_by_wire
+from tests.draws import part
 from tests.processes import run_ranks
 from tests.sharded.test_page import bytes_beside, storages
 
@@ -63,12 +64,12 @@ def held_by(strategy: Strategy, wire: str) -> float:
 def measured(rank: int) -> list[list[float]]:
     """Of every strategy: bytes per parameter on each wire."""
     held_by(ZeRO1(), "fp32")  # what the process keeps once of its first optimizer of a kind
-    return [[held_by(strategy, wire) for wire in WIRES] for strategy in STRATEGIES]
+    return [[held_by(strategy, wire) for wire in WIRES] for strategy in part(STRATEGIES)]
 
 
 def test_a_wire_keeps_what_the_estimate_counts() -> None:
     """Scratch for the buckets on their way comes on top, on all wires; what wires keep are multiples of 2 bytes."""
-    for strategy, (plain, *held) in zip(STRATEGIES, run_ranks(RANKS, measured)[0], strict=True):
+    for strategy, (plain, *held) in zip(part(STRATEGIES), run_ranks(RANKS, measured)[0], strict=True):
         for wire, found in zip(WIRES[1:], held, strict=True):
             expected = kept_by_wire(strategy, wire, RANKS)
             assert found - plain == pytest.approx(expected, abs=0.9), (strategy, wire)

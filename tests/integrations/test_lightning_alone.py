@@ -144,6 +144,7 @@ def two_ranks(rank: int) -> list[Any]:
     return asked_alone(rank, 40)
 
 
+@pytest.mark.long
 def test_what_one_rank_asks_for_all_ranks_do_as_under_ddp_where_all_ask(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -86,6 +87,7 @@ def stock(rank: int, begins: list[int]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in wrapped.module.state_dict().items()}
 
 
+@pytest.mark.long
 def test_a_loop_under_ray_train_goes_on_after_a_failure_with_the_numbers_of_ddp(tmp_path: Path) -> None:
     folder, program, root = tmp_path / "checkpoints", tmp_path / "program.py", DOCS.parent
     folder.mkdir()

@@ -283,6 +283,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         return two | run_ranks(1, one_rank, backend=None)[0]
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(("name", "column"), COLUMNS)
 def test_however_it_is_fed_used_and_gone_on_with_it_equals_the_stock_trainer(
     found: Found, name: str, column: str

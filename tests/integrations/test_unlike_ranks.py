@@ -66,6 +66,7 @@ def in_transformers(rank: int) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("library", ["lightning", "transformers"])
 def test_both_ranks_name_the_setting_in_which_they_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str

@@ -238,6 +238,7 @@ def test_the_command_says_what_to_use_first_and_why_then(
     assert "link free" in " ".join(lines)
 
 
+@pytest.mark.long
 def test_ranks_on_nodes_measure_both_links() -> None:
     """Every rank has 40 Mbit/s of its own here, so the two ranks of a node have twice as much."""
     job = PlanConfig(task=own_recipe(TINY), ranks_per_node=2, link="40mbit")

@@ -138,6 +138,7 @@ def struck(rank: int, name: str) -> list[tuple[bool, int, list[Incident]]]:
     return found
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("name", JOBS)
 def test_a_run_with_damage_of_one_shard_ends_as_the_undisturbed_one(name: str) -> None:
     by_rank = run_ranks(WORLD_SIZE, struck, name)
@@ -226,6 +227,7 @@ def ended(rank: int, name: str) -> str:
     return "nobody has noticed"
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("name", BEYOND_MENDING)
 def test_damage_that_nobody_can_mend_ends_all_ranks_with_the_same_error(name: str) -> None:
     _, fault, kind = BEYOND_MENDING[name]

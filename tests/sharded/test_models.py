@@ -7,6 +7,7 @@ bit, and two ranks that hold whole models up to rounding. Tied weights and a fro
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
@@ -145,6 +146,7 @@ def as_whole_models_do(rank: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.long
 def test_adapters_and_recomputed_layers_are_those_of_whole_models() -> None:
     # Both round once per update, from sums in another order: of values below 4, two units per round.
     bound = 2 * 2 * CASE.updates * torch.finfo(torch.float32).eps * 4
@@ -166,6 +168,7 @@ def compiled(rank: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.long
 def test_a_compiled_model_trains_as_one_that_is_not() -> None:
     bound = 2 * 2 * CASE.updates * torch.finfo(torch.float32).eps * 4
     for found in run_ranks(WORLD_SIZE, compiled):

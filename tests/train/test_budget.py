@@ -103,6 +103,7 @@ def test_a_run_ends_with_the_first_update_at_or_beyond_or_where_it_overlaps_one_
     assert spent[-1] == 8 * sum(outcome.fresh_batches for outcome in outcomes)
 
 
+@pytest.mark.long(keep=2)
 @pytest.mark.parametrize(
     "strategy", ["local:rate=0.3", "local:rate=echo:plan=bernoulli", "diloco:interval=3"]
 )

@@ -52,6 +52,7 @@ def quarantine(folder: str) -> list[dict[str, Any]]:
     return read_json_lines(Path(folder, "quarantine.jsonl"))
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(
     ("strategy", "fault", "error"),
     [("acco", STICKY, Quarantined), ("zero1", LARGE, StateCorrupt)],
@@ -83,6 +84,7 @@ def test_a_run_without_the_bad_rank_is_the_one_continued_by_hand(
     assert found[-1]["step"] == 10
 
 
+@pytest.mark.long
 def test_every_incident_stays_in_the_folder_also_of_updates_that_are_made_again() -> None:
     persist(struck("run", faults=(STICKY,), checkpoint_every=5))
     incidents = read_json_lines(Path("run", "incidents.jsonl"))
@@ -96,6 +98,7 @@ def test_every_incident_stays_in_the_folder_also_of_updates_that_are_made_again(
     assert [one["incidents"] for one in records("run")][5:] == [[]] * 5
 
 
+@pytest.mark.long
 def test_what_is_found_behind_the_last_update_is_in_the_folder_too() -> None:
     """Weight prediction gathers beside the next round; the last of it is installed in the drain."""
     last = Fault(site="gathered values", rank=1, instant=27)
@@ -105,6 +108,7 @@ def test_what_is_found_behind_the_last_update_is_in_the_folder_too() -> None:
     assert [one["incidents"] for one in records("run")] == [[]] * 10
 
 
+@pytest.mark.long
 def test_where_nobody_can_be_named_the_same_ranks_go_on() -> None:
     once = Fault(site="step", rank=1, instant=6, extent="all")
     run = struck("run", 2, strategy="ddp", guards=("replica",), faults=(once,))
@@ -115,6 +119,7 @@ def test_where_nobody_can_be_named_the_same_ranks_go_on() -> None:
     assert model_bits("run") == model_bits("clean")
 
 
+@pytest.mark.long
 def test_without_a_disk_the_others_go_on_from_what_their_machine_remembers() -> None:
     memory = {"checkpoint_every": None, "resume": True, "local_checkpoints": "memory"}
     late = dataclasses.replace(STICKY, instant=20)
@@ -185,6 +190,7 @@ def test_sums_are_made_inside_nodes_while_all_of_them_are_whole(
     assert ranks_per_node(before, 4, left_out) == after
 
 
+@pytest.mark.long
 def test_a_run_on_nodes_goes_on_without_a_rank_of_one(tmp_path: Path) -> None:
     run = struck(str(tmp_path / "run"), workers=4, ranks_per_node=2, faults=(STICKY,), updates=8)
     told = persist(run)

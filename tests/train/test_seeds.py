@@ -17,6 +17,7 @@ from stretto_lab.train.comparison import _run_of
 from stretto_lab.train.configuration import CompareConfig, RunConfig
 from stretto_lab.train.rates import strategy_of
 from stretto_lab.train.simulation import SimulateConfig, simulate
+from tests.draws import part
 from tests.train.tiny import Tiny
 
 
@@ -59,7 +60,7 @@ DRAWS: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("what", DRAWS)
+@pytest.mark.parametrize("what", part(DRAWS))
 def test_another_seed_draws_otherwise_and_the_same_one_alike(what: str, tmp_path: Path) -> None:
     read, settings = DRAWS[what]
     first, again, other = (
