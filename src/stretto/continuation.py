@@ -5,7 +5,7 @@
     job.published        the format in which the committed values that models show were published
     shown.<name>         the prediction that the model shows, for strategies that leave one at an update's end
     rank.<rank>          random states, buffers as this rank has them, and counts; a prediction of its own
-    owed.<rank>          rounding errors that this rank has yet to send, where the wire packs gradients or has done so
+    owed.<rank>          rounding errors that this rank has yet to send, where the wire keeps them
     debts.<node>.<name>  the same of a parameter, where the ranks of a node hold shards
     replica.<rank>       parameters, optimizer state and totals of this rank, where replicas differ; the name also says
                          which ranks hold the same one, where workers are nodes
@@ -248,6 +248,8 @@ class Continuation:
     def _blank_debts(self, stored: Collection[str], world_size: int) -> State:
         """Return blank entries for what this rank takes over: they are dealt in turn, so that none is lost."""
         exchange = self.job.exchange
+        if exchange.feedback is None:
+            return {}
         # Of what is stored: how many ranks there were is only what the manifest says.
         paths = [path.split(".") for path in stored if path.startswith(("owed.", "debts."))]
         numbers = {int(path[1]) for path in paths if path[1].isdecimal() and len(path[1]) < 10}

@@ -322,3 +322,25 @@ def test_a_job_that_publishes_in_another_format_shows_its_masters_in_that_one(
             VirtualCluster(2).run(lambda rank, group, way=way: program(rank, group, from_files=way)).values
         )
         assert found == (True, True)
+
+
+@pytest.mark.parametrize("after", ["int4", "fp32", "rotated2"])
+def test_rounding_errors_end_with_a_wire_that_keeps_them_and_that_is_told(after: str, tmp_path: Path) -> None:
+    case = Case(strategy=st.ZeRO1(), updates=4, options=st.Options(bucket_bytes=256, wire="int8"))
+    shares = held_by(case, 3, tmp_path)
+    other = dataclasses.replace(case, options=st.Options(bucket_bytes=256, wire=after))
+
+    def program(rank: int, group: Any, *, from_files: bool) -> tuple[bool, tuple[str, ...]]:
+        job = Job(other, rank, group)
+        notes = checkpoint.load(job.parallel, tmp_path if from_files else [shares[rank]]).notes
+        keeps = any(bool(owed.any()) for owed in job.parallel.job.exchange.owed)
+        return keeps, notes
+
+    dropped = (
+        f"saved on a wire that keeps rounding errors, continued on {after} under zero1: the errors that ranks had yet "
+        "to send are dropped"
+    )
+    expected = (True, ()) if after == "int4" else (False, (dropped,))
+    for way in (True, False):
+        found = VirtualCluster(2).run(lambda rank, group, way=way: program(rank, group, from_files=way))
+        assert found.values == (expected,) * 2

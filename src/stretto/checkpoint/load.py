@@ -247,6 +247,11 @@ def _notes(
             "positions are not restored"
         )
     kinds = {name.partition(".")[0] for name in names}
+    if kinds & {"owed", "debts"} and parallel.job.exchange.feedback is None:
+        yield (
+            f"saved on a wire that keeps rounding errors, continued on {parallel.options.wire} under "
+            f"{parallel.strategy.name}: the errors that ranks had yet to send are dropped"
+        )
     dropped = [words for part, words in _AHEAD.items() if part in kinds and part not in state]
     if dropped:
         why = (

@@ -74,7 +74,6 @@ class HiddenAccumulation(Accumulation):
             self.contribution.count == self._micro_batches - 1
             and self._replica.hides
             and self.departure is None  # it has left if a guard restarts it
-            and not self._replica.exchange.pays  # what is owed is looked at first, as on a wire that owes
         )
         if not may_leave or _has_backward_hooks(self._model):
             super().backward(loss, weight)

@@ -110,7 +110,7 @@ class Exchange:
         self.sent_bytes = self.crossed_bytes = 0
         """Bytes this rank has sent to others since construction, and in sums and gathers to other nodes."""
         self.feedback = ErrorFeedback(layout, wire) if isinstance(wire, PackedWire) and wire.owes else None
-        """Errors of this rank's contributions; None where the wire owes none, and no earlier one has left any."""
+        """Errors of this rank's contributions; None where the wire owes none."""
         self.padding, self.round_index = Padding(layout, self.rank), 0  # the index of what travels
         self.incidents: list[Incident] = []
         """Damage that a verified exchange has found and repaired; the code that reports an incident removes it."""
@@ -158,28 +158,15 @@ class Exchange:
         """What this rank has yet to send, one tensor per flat set; none where the wire keeps no errors."""
         return [] if self.feedback is None else self.feedback.owed
 
-    @property
-    def pays(self) -> bool:
-        """Whether an earlier wire is still owing on this one, which loses nothing."""
-        return self.feedback is not None and not self.feedback.packs
-
     def owe(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Owe what all the ranks owed that returned `states`; nothing, if there are none."""
-        if self.feedback is None and states:
-            self.feedback = ErrorFeedback(self.layout, None)
+        """Owe what all the ranks owed that returned `states`; nothing, where there are none or the wire owes none."""
         if self.feedback is not None:
             self.feedback.load_state_dicts(states)
-            self._drop_if_paid()
 
     def settle(self) -> None:
         """Remember what the last round has lost, and what is owed still; see `ErrorFeedback.settle`."""
         if self.feedback is not None:
             self.feedback.settle()
-            self._drop_if_paid()
-
-    def _drop_if_paid(self) -> None:
-        if self.feedback is not None and self.feedback.is_paid:
-            self.feedback = None
 
     # Sums
 

@@ -7,7 +7,7 @@ Note [What counts]
     that counted. Two things must not change e: a round that is left out, because its contributions count nowhere, and
     a parameter that this rank has not used in the round, because nobody may have used it, and then nobody steps with
     what is sent. So a rank adds and sends errors of the parameters that it has used, and only remembers the new errors
-    when the round's report is there. What one wire owes is paid by the same rules where the next one loses nothing.
+    when the round's report is there.
 
 Source: Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of
 Speech DNNs".
@@ -27,7 +27,7 @@ class ErrorFeedback:
 
     Args:
         layout: Of the contributions.
-        wire: Packs them; None where nothing is lost, and what is owed has come from an earlier wire.
+        wire: Packs them.
         packed: Where this rank packs something else than its contribution: returns, for the index of a bucket and this
             rank's contribution to it, what was packed last, and a view of the place of that in the contribution.
     """
@@ -35,7 +35,7 @@ class ErrorFeedback:
     def __init__(
         self,
         layout: Layout,
-        wire: PackedWire | None,
+        wire: PackedWire,
         packed: Callable[[int, Tensor], tuple[Tensor, Tensor]] = lambda index, bucket: (bucket, bucket),
     ) -> None:
         self._layout = layout
@@ -87,27 +87,8 @@ class ErrorFeedback:
         """What this rank has sent in the round under way, one tensor per flat set, as long as it is not settled."""
         return self._sent
 
-    @property
-    def packs(self) -> bool:
-        """Whether rounds lose something."""
-        return self._wire is not None
-
-    @property
-    def is_paid(self) -> bool:
-        """Whether nothing is owed any more, and nothing will be."""
-        if self.packs:
-            return False
-        device = self.owed[0].device  # one wait for it, and not one per flat set
-        return not bool(torch.stack([owed.any().to(device) for owed in self.owed]).any())
-
     def settle(self) -> None:
         """Remember what the last round has lost; called once the round counts, before its buffers are written again."""
-        if self._wire is None:
-            for slot in self._layout.slots:
-                if self._used[slot.index]:
-                    self.owed[slot.set_index][slot.start : slot.stop].zero_()
-            self._own, self._sent = [], []
-            return
         for index, bucket in enumerate(self._layout.buckets):
             sent = self._sent[bucket.set_index][bucket.start : bucket.stop]
             values, place = self._packed(index, sent)

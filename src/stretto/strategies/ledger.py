@@ -154,9 +154,7 @@ def ledger_of(strategy: Strategy) -> Ledger:
             replicated reductions, so that quotas and ownership would be undefined. Or it is no strategy.
     """
     if not isinstance(strategy, Strategy):
-        raise ConfigError(
-            f"a ledger of {strategy!r}: expected one strategy; of several that take turns, look at each by itself"
-        )
+        raise ConfigError(f"a ledger of {strategy!r}: expected a strategy")
     # A strategy of one's own may hold a list, and so have no hash.
     return _read_off_once(strategy) if _has_hash(strategy) else _read_off(strategy)
 
