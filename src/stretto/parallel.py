@@ -243,6 +243,7 @@ class DataParallel:
     def end_micro_batch(self, weight: float, loss: Tensor | None, samples: int) -> Update | None:
         """Count what was accumulated; where nothing was, a gradient of zero. Else as `count_micro_batch`."""
         with self._compute.lifetime.running():
+            self.feeding.counts()
             return self.feeding.arrived(self._compute.count(weight, loss, samples, samples, lacks=True))
 
     def commit(self) -> list[Update]:
@@ -283,6 +284,7 @@ class DataParallel:
             yield
             return
         with self._compute.lifetime.running():
+            self.feeding.rest()
             settled = self._compute.settled()
             settled.__enter__()
         try:
@@ -301,9 +303,11 @@ class DataParallel:
         if self._compute.lifetime.has_finished:
             yield
             return
-        with self._compute.lifetime.running(), self._compute.model.unsettled():
-            self._compute.check_between_updates(what)
-            yield
+        with self._compute.lifetime.running():
+            self.feeding.rest()
+            with self._compute.model.unsettled():
+                self._compute.check_between_updates(what)
+                yield
 
     def state_dict(self) -> State:
         """Return parameters, buffers, optimizer state and counts for `torch.distributed.checkpoint.save`.
@@ -330,6 +334,7 @@ class DataParallel:
             Finished: The job has ended.
         """
         with self._compute.lifetime.running():
+            self.feeding.rest()
             self._compute.check_between_updates("load_state_dict()")
             load_given(self.job, state)
             self._compute.began_again()
@@ -395,6 +400,7 @@ class DataParallel:
     def _count(self, weight: float, loss: Tensor | None, samples: int | None) -> Update | None:
         where = self._compute.where
         samples = self.feeding.num_samples if samples is None else misuse.read_samples(samples, where)
+        self.feeding.counts()
         fresh = self.feeding.input.note(loss, weight, samples) if self.feeding.has_begun else samples
         update = self._compute.count(weight, loss, samples, fresh)
         return self.feeding.arrived(update) if self.feeding.has_begun else update

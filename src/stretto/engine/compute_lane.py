@@ -275,6 +275,12 @@ class ComputeLane:
         count = self.accumulation.contribution.count + 1
         return self.course.is_in_last_round and count >= self.quota.maxima[-1]
 
+    def num_lacking(self, last: int) -> int:
+        """Return how many micro-batches this rank lacks until the update `last` is closed, if all rounds step."""
+        before = self.course.steps + (self.course.is_under_way and self.course.place == 0)
+        done = sum(self.quota.minima[: self.course.place]) + self.accumulation.contribution.count
+        return (last - before) * sum(self.quota.minima) - done
+
     # Micro-batches
 
     def before_micro_batch(self) -> None:

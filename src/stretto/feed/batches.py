@@ -1,5 +1,6 @@
 """Hands out batches to the user's loop, each once, and tells of the updates that they lead to."""
 
+import collections
 import dataclasses
 import functools
 from abc import ABC, abstractmethod
@@ -43,10 +44,38 @@ class Pass:
     """The loader's state before that; None for a loader without one."""
     error: Exception | None = None
     """What the loader raised where it was asked once more, to be raised when its next batch is due."""
+    is_behind: bool = False
+    """Whether it has ended, on all ranks, although the loop may count batches of it."""
     is_same: bool = False
     """Whether its iterator is that of the pass before, and may not have told the end of that one yet."""
     has_ended: bool = False
     """Whether all ranks have agreed on its end because of the data, and only land what is left."""
+
+    # Batches that are out; see Note [Batches that are out] in `stretto.feed.feed`.
+    num_counted: int = 0
+    """The job's micro-batches when the loop asked last."""
+    num_out: int = 0
+    """Batches handed out of which the loop has counted nothing."""
+    per_batch: int = 1
+    """Micro-batches that the loop counted for its last batch."""
+    depth: int | None = None
+    """How many were out when the loop asked for the first time after counting."""
+    looks_ahead: bool = True
+    """Whether the loop has always asked with batches out, few, and since it began to count with as many each time."""
+    samples: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
+    """Of the batches that are out, and of the one in hand."""
+
+    def asked(self, num_counted: int) -> int:
+        """The loop asks for a batch; return how many are out that it will count: none if it does not look ahead."""
+        counted, self.num_counted = num_counted - self.num_counted, num_counted
+        if counted > 0:
+            self.num_out -= 1
+            self.per_batch = counted
+            self.depth = self.num_out if self.depth is None else self.depth
+        if self.num_fed:
+            is_steady = self.depth is None or self.num_out == self.depth
+            self.looks_ahead &= 0 < self.num_out <= passes.MOST_OUT and is_steady
+        return self.num_out if self.looks_ahead and self.num_fed else 0
 
     def take(self, take: Take) -> tuple[Any, int]:
         """Return the next batch, or `NOTHING`, and which use of it that is; nobody is asked again after `NOTHING`."""
@@ -78,6 +107,7 @@ class Pass:
     def hand_out(self) -> bool:
         """Count a batch; return whether it is the last one by the loader's length."""
         self.num_fed += 1
+        self.num_out += 1
         self.position += 1
         return self.position == self.length
 
@@ -99,8 +129,6 @@ class Batches(ABC):
         self.input = InputStatistics(job.compute.runtime.now)
         self.has_begun = False
         """Whether batches have ever been handed out here."""
-        self.num_samples = 1
-        """Of the batch that was handed out last."""
         self._job = job
         self._compute = job.compute
         job.compute.hooks.mark.hold(self, job.compute.let_go)
@@ -118,6 +146,13 @@ class Batches(ABC):
         self._pass: Pass | None = None
         """The one under way, or the last one."""
         self._is_feeding = False
+        self._num_late: int | None = None
+        """Micro-batches that the loop still counts of a pass that has nothing more to hand out; None without one."""
+
+    @property
+    def num_samples(self) -> int:
+        """Of the batch whose micro-batch is counted next."""
+        return self._pass.samples[0] if self._pass is not None and self._pass.samples else 1
 
     def batches(
         self,
@@ -129,36 +164,49 @@ class Batches(ABC):
         """See `DataParallel.feed`."""
         with self._compute.lifetime.running():
             passes.check_arguments(loader, updates, until, on_update)
+            self.close()
             self._last_update, self._on_update, self.has_begun = updates, on_update, True
-            current = self._pass = self._begin_pass(loader, until)
+            last, current = self._pass, self._begin_pass(loader, until)
+            current.num_counted = self._compute.num_counted
+            current.per_batch = 1 if last is None else last.per_batch
+            self._pass = current
         self._is_feeding = True
         try:
             yield from self._hand_out(current)
-            with self._compute.lifetime.running():
-                self._end(current)
+            if self._num_late is None:
+                with self._compute.lifetime.running():
+                    self._end(current)
         finally:
             # One that was dropped may end after another has begun.
-            self._is_feeding &= self._pass is not current
-        self._on_update = None
+            self._is_feeding &= self._pass is not current or self._num_late is not None
+        if self._num_late is None:
+            self._on_update = None
 
     def _hand_out(self, current: Pass) -> Iterator[Any]:
         """Yield the batches of a pass until all ranks agree on its end."""
         while True:
+            num_out = current.asked(self._compute.num_counted)
             with self._compute.lifetime.running():
-                self._land_in_sight(self._last_update)
-            if self._is_over(current.until):
-                return
-            batch = self._next(current)
+                if not num_out:
+                    self._land_in_sight(self._last_update)
+                is_over = self._is_over(current.until) or self._are_enough(current, num_out)
+            batch = NOTHING if is_over else self._next(current)
             if batch is NOTHING:
-                with self._compute.lifetime.running():
-                    self._pass_rounds(current)
+                if num_out:
+                    self._num_late = num_out * current.per_batch
+                    self._exhaust_with_last(current)
+                elif not is_over:
+                    with self._compute.lifetime.running():
+                        self._pass_rounds(current)
                 return
             if current.num_fed and not self._compute.num_counted:
                 with self._compute.lifetime.running():  # a loop that calls loss.backward() trains nothing
                     self._compute.accumulation.check_own(self._compute.where)
             if current.hand_out():
                 batch = self._look_ahead(current, batch)
-            self.num_samples = num_samples(batch)
+            if not num_out:
+                current.samples.clear()
+            current.samples.append(num_samples(batch))
             yield batch
             if self._pass is not current:
                 with self._compute.lifetime.running():
@@ -188,9 +236,44 @@ class Batches(ABC):
     def _end(self, current: Pass) -> None:
         """Land what is left on any rank, and show the committed parameters; all ranks come here at the same round."""
 
+    def counts(self) -> None:
+        """The loop is about to count a micro-batch."""
+        current = self._pass
+        if current is None:
+            return
+        if self._num_late is not None:
+            self._exhaust_with_last(current)
+        elif current.is_behind:
+            raise passes.counted_behind(self._compute.where, current.num_out)
+
     def arrived(self, update: Update | None) -> Update | None:
         """Tell of the update that a micro-batch has brought, if it has; return it."""
-        return None if update is None else self._tell(update)
+        current = self._pass
+        if current is not None and len(current.samples) > 1 and current.per_batch == 1:
+            current.samples.popleft()
+        update = None if update is None else self._tell(update)
+        if self._num_late is not None:
+            self._num_late -= 1
+            if not self._num_late:
+                self.close()
+        return update
+
+    def close(self) -> None:
+        """End a pass that has nothing more to hand out, if its loop has not: it has counted all, or counts no more."""
+        current = self._pass
+        if self._num_late is None or current is None:
+            return
+        self._num_late = None
+        self._land_in_sight(self._last_update)
+        if not self._is_over(current.until):
+            self._pass_rounds(current)
+        self._end(current)
+        self._is_feeding, self._on_update = False, None
+
+    def _exhaust_with_last(self, current: Pass) -> None:
+        """Say with the last batch that there are no more."""
+        if current.is_exhausted and self._num_late == 1:
+            self._compute.course.exhaust()
 
     def _tell(self, update: Update) -> Update:
         """Return the update with what was taken from the loader, once `on_update` has heard of it."""
@@ -205,6 +288,17 @@ class Batches(ABC):
         """Return the updates that nobody has been told of."""
         updates, self._landed = self._landed, []
         return updates
+
+    def _are_enough(self, current: Pass, num_out: int) -> bool:
+        """Return whether the batches that are out complete the last update."""
+        if not num_out or self._last_update is None:
+            return False
+        if not self._compute.quota.is_fixed:
+            raise passes.ahead_of_clock(self._compute.where)
+        num_lacking = self._compute.num_lacking(self._last_update)
+        if num_lacking <= (num_out - 1) * current.per_batch:
+            raise passes.ahead_of_end(self._compute.where, num_out, num_lacking)
+        return num_lacking <= num_out * current.per_batch
 
     def _has_enough(self) -> bool:
         return self._last_update is not None and self._compute.course.steps >= self._last_update

@@ -10,6 +10,14 @@ Note [The end of the data]
     A rank without data goes on in here: it hands over what it has accumulated, then empty rounds, until all have
     agreed. Then all land what is left, so that every update has ended and the model shows committed parameters. Where
     the number of updates is given, nothing is accumulated after the last one: its rounds are landed at once.
+
+Note [Batches that are out]
+    A loop may ask for the next batch before it has counted the one in hand: between forward and backward pass, or to
+    see which batch is the last. Then as many batches are out whenever it asks, from its first batch on, and few. A
+    loop that skips batches has at some time none out, or ever more. Where a loop that looks ahead asks and there is
+    nothing more to hand out, the iterator stops, and the pass ends when the micro-batches of the batches that are out
+    are counted, inside that call. A loop that skips its first few batches cannot be told from it: its pass ends with
+    the job's next call for rest, the next `feed`, `finish` or `commit`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -62,14 +70,23 @@ class Feed(Batches):
 
     def go_on(self, state: Mapping[str, Any] | None) -> None:
         """Let the next pass be the rest of the one in which `pass_state()` was saved."""
-        self._restored = state
+        self._restored, self._num_late = state, None
+        if self._pass is not None:
+            self._pass.is_behind = False
 
     def end(self) -> None:
         """Go no further than the updates that are committed; all ranks come here after the same one."""
         self._last_update = self._compute.course.steps
 
+    def rest(self) -> None:
+        """All ranks are about to show, save or load what is committed: end a pass of which nothing more is counted."""
+        current = self._pass
+        if current is not None and current.num_counted == self._compute.num_counted:
+            self.close()
+
     def drain(self) -> None:
         """Land everything, and have replicas averaged; all ranks must call."""
+        self.close()
         self._compute.course.finish()
         while not (self._is_drained() and self._job.replica.agreement.is_united):
             self._pass_round()
@@ -77,6 +94,9 @@ class Feed(Batches):
     def commit(self) -> list[Update]:
         """Commit what this rank has counted and land everything; all ranks come here after the same micro-batch."""
         compute = self._compute
+        self.close()
+        if self._pass is not None:
+            self._pass.is_behind = False
         compute.check_alike("commit()")
         with compute.course.finishing(forgets=True):
             while not compute.is_clear:
@@ -113,13 +133,18 @@ class Feed(Batches):
         with compute.lifetime.running():
             compute.take_off_if_ready()  # the round before: it does not hold this last batch
         last = self._last_update
-        if last is not None and compute.course.steps_in_sight + compute.ends_with_next >= last:
+        is_ahead = current.looks_ahead and current.num_out > 1
+        if last is not None and (
+            current.num_out * current.per_batch >= compute.num_lacking(last)
+            if is_ahead
+            else compute.course.steps_in_sight + compute.ends_with_next >= last
+        ):
             return batch  # the end is known, and a batch that came now would be lost
         loader = current.loader
         if isinstance(loader, EchoLoader) and loader.has_more(compute.ends_with_next):
             return batch  # which one comes is chosen at the parameters that it meets
         batch = passes.own_tensors(batch)
-        if current.look_ahead(self.input.take):
+        if current.look_ahead(self.input.take) and not is_ahead:
             compute.course.exhaust()
         return batch
 
@@ -160,6 +185,8 @@ class Feed(Batches):
         if compute.model.shown == "estimate":
             compute.show_committed()
             compute.model.until_training()
+        is_known = current.looks_ahead and (current.depth is not None or current.per_batch == 1)
+        current.is_behind = current.num_out > 0 and not is_known
 
     def _is_drained(self) -> bool:
         """Return whether every update has ended and nobody has anything left to contribute; the same on all ranks."""

@@ -22,6 +22,9 @@ from stretto.engine.report import Vote
 from stretto.errors import ConfigError, OutOfTurn, StepWithoutBackward
 from stretto.fields import check_callable, is_count, shown
 
+MOST_OUT = 4
+"""Batches that a loop which looks ahead may hold back: of more, it is one that skips them."""
+
 
 def check_arguments(loader: object, updates: object, until: object, on_update: object) -> None:
     """Raise unless these can be arguments of `feed`.
@@ -66,6 +69,31 @@ def one_at_a_time(where: object) -> OutOfTurn:
     return OutOfTurn(
         f"{where}: another feed() has begun inside this one: expected one at a time; for two loaders side by side "
         "feed(zip(one, other))"
+    )
+
+
+def counted_behind(where: object, num_out: int) -> OutOfTurn:
+    """Return the error for a batch that is counted after its pass."""
+    return OutOfTurn(
+        f"{where}: a micro-batch is counted after the end of its feed(), whose loop had not counted {num_out} of its "
+        "batches: ask for the next batch after parallel.backward, or look ahead by the same number of batches, at most "
+        f"{MOST_OUT}, from the first one on; before batches that feed() has not handed out call parallel.commit()"
+    )
+
+
+def ahead_of_clock(where: object) -> OutOfTurn:
+    """Return the error for a loop that looks ahead where nobody knows which micro-batch is an update's last."""
+    return OutOfTurn(
+        f"{where}: the next batch of feed(updates=...) was asked for before the one in hand was counted, under a "
+        "Clock, where nobody knows which batch is the last: ask for it after parallel.backward"
+    )
+
+
+def ahead_of_end(where: object, num_out: int, num_lacking: int) -> OutOfTurn:
+    """Return the error for a loop that looks ahead further than the updates reach."""
+    return OutOfTurn(
+        f"{where}: the loop has not counted {num_out} batches yet, and feed(updates=...) ends after {num_lacking} "
+        "micro-batches, before the last of them: look ahead by fewer batches, or ask after parallel.backward"
     )
 
 
