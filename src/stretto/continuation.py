@@ -4,7 +4,7 @@
     job.round_report     its weights, losses and counts by rank
     job.published        the format in which the committed values that models show were published
     shown.<name>         the prediction that the model shows, for strategies that leave one at an update's end
-    rank.<rank>          random states, buffers as this rank has them, and counts; a prediction of its own
+    rank.<rank>          random states, buffers as this rank has them, and counts
     owed.<rank>          rounding errors that this rank has yet to send, where the wire keeps them
     debts.<node>.<name>  the same of a parameter, where the ranks of a node hold shards
     replica.<rank>       parameters, optimizer state and totals of this rank, where replicas differ; the name also says
@@ -110,7 +110,7 @@ class Continuation:
         if reduction is not None:
             state["carry"] = {slot.name: self._state.cut(slot, reduction.gradient.sums) for slot in slots}
             state["job"]["round_report"] = pack(self._describe(reduction), "the round report")
-        if not self.job.replica.shows_own and (estimate := self._estimate()):
+        if estimate := self._estimate():
             state["shown"] = {
                 slot.name: self._state.spread(slot, value)
                 for slot, value in zip(slots, estimate, strict=True)
@@ -124,10 +124,6 @@ class Continuation:
             "buffers": self._buffers(state["model"]),
             "closed": self.job.compute.written_since_closed(),
         }
-        if self.job.replica.shows_own and (estimate := self._estimate()):
-            mine["shown"] = {
-                slot.name: value for slot, value in zip(self._state.slots, estimate, strict=True)
-            }
         replicas = self.job.replica.state_dict()
         replica = replicas.pop("replica", None)
         rank = str(self._rank)
@@ -232,9 +228,6 @@ class Continuation:
         if "carry" in state:
             compute.close_round(self._reduction(state, goes_on=rest is not None))
             compute.closed_with({} if mine is None else mine.get("closed", {}))
-            if mine is not None and "shown" in mine:
-                own = [mine["shown"][slot.name].to(self._device) for slot in self._state.slots]
-                compute.model.show(own, "estimate")
         if "shown" in state:
             shown = [state["shown"][slot.name].content() for slot in self._state.slots]
             compute.model.show([content.to(self._device) for content in shown], "estimate")

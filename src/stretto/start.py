@@ -24,7 +24,6 @@ from stretto.engine.messages import check_messages
 from stretto.engine.noisy import NoisyRank
 from stretto.engine.on_device import choose_runtime
 from stretto.engine.options import BufferChoices, Clock, Options, Quota, Total, check_formats, plan_quota
-from stretto.engine.own_preview import OwnPreviews
 from stretto.engine.report import ADDRESS, settings_text
 from stretto.engine.rest import RestingLane
 from stretto.engine.round import Progress
@@ -168,7 +167,6 @@ def _check_fits_shards(parts: Parts) -> None:
     unfit = {
         f"strategy {parts.strategy.name}, which averages what should be equal": parts.ledger.may_average
         and not parts.ledger.local,
-        f"strategy {parts.strategy.name}, whose ranks look ahead on their own": parts.ledger.own_previews > 0,
         "worker='node', which every node of shards is anyway": parts.ledger.by_node,
         "a guard that runs a rank's micro-batches again by itself (Audit)": any(
             type(guard).watch_rounds is not Guard.watch_rounds and not guard.agrees_inside
@@ -478,8 +476,6 @@ def _kind_of_replica(
     ledger: Ledger, exchange: Exchange, inside: Exchange | None
 ) -> Callable[..., AgreedReplica]:
     if not ledger.local:
-        if ledger.own_previews:
-            return functools.partial(OwnPreviews, keeps_own=ledger.keeps_own)
         return functools.partial(DriftingReplica, probe=ledger.probe) if ledger.may_average else AgreedReplica
     worker = worker_of(ledger, exchange, inside)
     return functools.partial(LocalAtRest, worker=worker, fragments=ledger.fragments)

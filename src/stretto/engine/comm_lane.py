@@ -86,7 +86,6 @@ class CommLane:
             flight.reduction,
             flight.at_boundary,
             commit,
-            flight.at_landing,
         )
 
     def open(self) -> None:

@@ -404,10 +404,7 @@ class ComputeLane:
             raise OutOfTurn(f"{self.where}: landing without take-off")
         for listener in self.model.listeners:
             listener.landing_begins()
-        shown = landing.shown
-        if landing.at_landing is not None:
-            shown = landing.at_landing(landing.buffer.flats, self.accumulation)
-        self.model.show(landing.buffer.views, shown)
+        self.model.show(landing.buffer.views, landing.shown)
         if self.statistics.names:
             self.statistics.install(landing)
         if self.overlaps:

@@ -21,7 +21,7 @@ from stretto.engine.departure import Departure
 from stretto.engine.likeness import Likeness
 from stretto.engine.options import Options
 from stretto.engine.report import RoundReport, settings_text
-from stretto.engine.round import AtLanding, Progress, Reduction, Round, Shown
+from stretto.engine.round import Progress, Reduction, Round, Shown
 from stretto.engine.runtime import Runtime
 from stretto.engine.statistics import average_statistics
 from stretto.engine.streams import SideStream
@@ -50,15 +50,10 @@ class Flight:
     one whose averages have come only now."""
     shown: Shown = "committed"
     at_boundary: bool = False
-    at_landing: AtLanding | None = None
 
     def take_snapshot(self, taken: Mapping[int, Buffer]) -> None:
         """Take buffers, by index, of which averages have come, in the place of this round's."""
         self.snapshot = [taken.get(index, value) for index, value in enumerate(self.snapshot)]
-
-    def change_at_landing(self, change: AtLanding) -> None:
-        """Let what is shown depend on what has accumulated until the landing."""
-        self.at_landing = change
 
 
 Performer: TypeAlias = Callable[[Any, Flight | None], Any]
@@ -82,8 +77,6 @@ class Replica:
     """Updates from one average to the next, where the strategy chooses."""
     within: Within | None = None
     """The ranks of this node, where each holds a shard of the replica."""
-    shows_own = False
-    """Whether every rank's model shows an estimate of its own."""
 
     def __init__(
         self,

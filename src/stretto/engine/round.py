@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stretto.engine import misuse
-from stretto.engine.accumulation import Accumulation, Contribution, GradientBuffer
+from stretto.engine.accumulation import Contribution, GradientBuffer
 from stretto.engine.buffers import remain_finite
 from stretto.engine.departure import Departure
 from stretto.engine.report import Measured, RankReport, RoundReport, Vote, settings_text
@@ -28,8 +28,6 @@ from stretto.strategies.contract import Divergence
 
 Shown = Literal["committed", "estimate"]
 """Which parameters the model holds."""
-AtLanding = Callable[[list[Tensor], Accumulation], Shown]
-"""Writes values to show into flat tensors that hold others, by what has accumulated; returns what they are then."""
 
 
 Weighed = tuple[Tensor, float, int]
@@ -348,8 +346,6 @@ class Landing:
     """Whether this round ended an update."""
     commit: Commit | None
     """The committed update, if this round ended one; None too where an update had no weight and did not step."""
-    at_landing: AtLanding | None
-    """Changes the values by what has accumulated meanwhile."""
 
 
 class Accounts:

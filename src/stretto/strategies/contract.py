@@ -57,21 +57,6 @@ class Preview:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PreviewOwn:
-    """Show, from this round's landing on, what one more step would give with what this rank knows of its gradient.
-
-    That is the rank's own gradient, accumulated meanwhile, whose reduction begins only then. Every rank shows another
-    estimate; nothing is sent, and the compute lane waits. Only after `AllReduce`, with `overlaps`, before the `Step`.
-    """
-
-    gradient: Gradient
-    """Of this round."""
-    mixed: bool = False
-    """Step with this round's gradient in which the rank's part is replaced by its new one; otherwise with the new one
-    alone."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Gather:
     """Send every rank's published shard to all ranks; shown at the next landing."""
 
@@ -212,7 +197,6 @@ Effect = (
     | Local
     | Step
     | Preview
-    | PreviewOwn
     | Gather
     | Look
     | Average

@@ -22,7 +22,6 @@ from stretto.strategies.contract import (
     Moment,
     Postpone,
     Preview,
-    PreviewOwn,
     Reduce,
     Step,
 )
@@ -57,10 +56,6 @@ class Ledger:
     """Whether an update may begin with something else than gradients, performed beside them."""
     steps: int
     previews: int
-    own_previews: int
-    """Previews with gradients of a rank's own, at a landing; nothing is sent for them."""
-    keeps_own: bool
-    """Whether a rank remembers its part of a sum for them."""
     gradient_transfers: int
     """Gradients sent, in buffers' worth: a reduce-scatter or half an all-reduce is one."""
     gathers: int
@@ -131,19 +126,11 @@ class Ledger:
         sums = 0 if self.local and accumulation >= 4 else 4 * self.rounds
         # Narrower replicas are averaged by what they have changed, which takes the last average to tell.
         last_average = 4 if self.may_average and parameter < 4 else 0
-        own = 4 if self.keeps_own else 0
         # The anchor, a fragment on its way, perhaps what it was when it left, and the owner's share of the velocity.
         carried = 8 if self.keeps_progress else 4
         outer = 4 + carried / self.fragments + 4 / world_size if self.fragments else 0
         master, moments = 4, 8
-        return (
-            parameter
-            + buffers * accumulation
-            + (master + moments + sums) / owners
-            + last_average
-            + own
-            + outer
-        )
+        return parameter + buffers * accumulation + (master + moments + sums) / owners + last_average + outer
 
 
 def ledger_of(strategy: Strategy) -> Ledger:
@@ -207,8 +194,6 @@ def _read_off(strategy: Strategy) -> Ledger:
         asks_ahead=isinstance(runs[0][0], _ASIDES),
         steps=count[Step],
         previews=count[Preview],
-        own_previews=count[PreviewOwn],
-        keeps_own=any(isinstance(effect, PreviewOwn) and effect.mixed for effect in runs[0]),
         gradient_transfers=count[Reduce] + count[AllReduce],
         gathers=count[Gather],
         sum_transfers=count[AllReduce],
@@ -281,23 +266,12 @@ def _check_rounds(strategy: Strategy, runs: Sequence[Sequence[Effect]]) -> list[
         raise ConfigError(
             f"strategy {strategy.name}: an update must step exactly once, found {count[Step]} steps"
         )
-    _check_own_previews(strategy, [type(effect) for effect in runs[0]])
     if count[Local] > 1:
         raise ConfigError(
             f"strategy {strategy.name}: expected one Local per update, found {count[Local]}: raise "
             "micro_batches instead"
         )
     return kinds
-
-
-def _check_own_previews(strategy: Strategy, kinds: Sequence[type[Effect]]) -> None:
-    """Check that ranks which look ahead with their own gradients can, and have gradients then."""
-    if PreviewOwn in kinds and (kinds != [AllReduce, PreviewOwn, Step] or not strategy.overlaps):
-        raise ConfigError(
-            f"strategy {strategy.name}: PreviewOwn needs the whole optimizer, and gradients that accumulate beside the "
-            "exchange: expected overlaps, and an update of AllReduce, PreviewOwn and Step, without averages, found "
-            f"{', '.join(kind.__name__ for kind in kinds)}"
-        )
 
 
 def _check_asides(strategy: Strategy, runs: Sequence[Sequence[Effect]], count: Counter[type[Effect]]) -> None:

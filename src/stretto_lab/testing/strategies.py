@@ -23,7 +23,6 @@ from stretto.strategies.contract import (
     Look,
     Moment,
     Preview,
-    PreviewOwn,
     Reduce,
     Step,
 )
@@ -102,12 +101,12 @@ class Reading:
                 answer = Moment(update, 1, drains=False)
             elif isinstance(effect, Average) and effect.probe:
                 answer = Divergence.none()
-            elif isinstance(effect, Step | Preview | PreviewOwn):
+            elif isinstance(effect, Step | Preview):
                 stepped |= self._use(effect, update)
         if left := set(range(given)) - stepped:
             self.misused.append(f"update {update}: the gradients of rounds {sorted(left)} reached no Step")
 
-    def _use(self, effect: Step | Preview | PreviewOwn, update: int) -> frozenset[int]:
+    def _use(self, effect: Step | Preview, update: int) -> frozenset[int]:
         """Check the gradient of a step or preview; return the rounds that a step commits."""
         gradient, kind = effect.gradient, type(effect).__name__
         where = f"update {update}: {kind} was given {gradient!r}"
@@ -217,16 +216,12 @@ class StrategyConformance(Conformance):
             )
 
     def test_a_lone_rank_takes_the_path_of_many(self) -> None:
-        """The same rounds and the same staleness, update by update, whatever the number of ranks.
-
-        With `PreviewOwn` the rounds alone: a lone rank knows the whole gradient, and is where it leads already.
-        """
-        leads = ledger_of(self.make_strategy()).own_previews > 0
+        """The same rounds and the same staleness, update by update, whatever the number of ranks."""
         paths = {}
         for world_size in self.world_sizes:
             traced = self._trace(world_size)
             rounds = [len(update.rounds) for update in traced.traces[0].updates]
-            paths[world_size] = (rounds, () if leads else traced.freshest())
+            paths[world_size] = (rounds, traced.freshest())
         first = self.world_sizes[0]
         for world_size, path in paths.items():
             what = f"(rounds, staleness) by update on {world_size} ranks, against {first}"
