@@ -51,7 +51,6 @@ from stretto.guards.replay import GuardedRounds
 from stretto.guards.strikes import Strikes, describe_seat
 from stretto.guards.weave import guarded
 from stretto.optimizer import (
-    RehearsingOptimizer,
     ShardedOptimizer,
     StateKinds,
     check_scheduler,
@@ -408,13 +407,10 @@ def _owner_of(
 ) -> ShardedOptimizer:
     """Return this rank's masters, with the values of the parameters, and an optimizer that has not stepped them."""
     rank, num_owners = (0, 1) if parts.ledger.replicated else (exchange.rank, exchange.world_size)
-    rehearses = any(guard.rehearses_step for guard in parts.guards)
     layout, optimizer = exchange.layout, parts.optimizer
     if within is not None and (whole := {slot.group for slot in layout.slots if slot.is_whole}):
         optimizer = over_shards(optimizer, whole, within.exchange.group, layout.sets[0].device)
-    return (RehearsingOptimizer if rehearses else ShardedOptimizer)(
-        layout, parameters, optimizer, rank=rank, num_owners=num_owners
-    )
+    return ShardedOptimizer(layout, parameters, optimizer, rank=rank, num_owners=num_owners)
 
 
 def _lane_of(
@@ -531,9 +527,9 @@ def _accumulation(parts: Parts, replica: AgreedReplica, quota: Quota) -> Accumul
 def _strikes(options: Options, exchange: Exchange) -> Strikes:
     """Return a count of strikes that knows every rank's host and device; none travels where nothing is counted."""
     if options.strikes is None:
-        return Strikes(options, [])
+        return Strikes(None, [])
     own = describe_seat(exchange.layout.sets[0].device).encode()
-    return Strikes(options, [seat.decode() for seat in exchange.gather_records(own)])
+    return Strikes(options.strikes, [seat.decode() for seat in exchange.gather_records(own)])
 
 
 def _fixed(model: nn.Module) -> list[tuple[str, Tensor]]:

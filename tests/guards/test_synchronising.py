@@ -18,7 +18,6 @@ GUARDS: dict[str, dict[str, Any]] = {
     "verified": {"verified": True},
     "rest": {"guards": (st.AtRest(),)},
     "replica": {"guards": (st.ReplicaGuard(),)},
-    "recompute": {"guards": (st.ReplicaGuard(recompute=True),)},
     "audit": {"guards": (st.Audit(rate=1.0),)},
 }
 

@@ -88,9 +88,8 @@ class Options:
     second sum, and one small gather per exchange."""
     strikes: int | None = None
     """Number of updates in which guards or the verified exchange blame one rank, or one link, for damage before the job
-    ends on all ranks with `Quarantined`; None for no limit. One may be an accident, three suggest a faulty device."""
-    strikes_within: int = 1000
-    """Number of updates after which a strike no longer counts."""
+    ends on all ranks with `Quarantined`; None for no limit. A strike counts for 1,000 updates. One may be an accident,
+    three suggest a faulty device."""
     clip_norm: float | None = None
     """Largest 2-norm of the mean gradient; None does not clip."""
     nonfinite: Literal["raise", "skip"] = "raise"
@@ -144,10 +143,8 @@ class Options:
             raise ConfigError(
                 f"Options(bucket_bytes={self.bucket_bytes}): expected a positive number of bytes, or None"
             )
-        for limit in ("strikes", "strikes_within"):
-            found = getattr(self, limit)
-            if found is not None and found < 1:
-                raise ConfigError(f"Options({limit}={found}): expected at least 1")
+        if self.strikes is not None and self.strikes < 1:
+            raise ConfigError(f"Options(strikes={self.strikes}): expected at least 1")
         for limit in ("timeout_seconds", "silent_seconds"):
             found = getattr(self, limit)
             if not 0 < found < float("inf"):

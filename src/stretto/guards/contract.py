@@ -143,10 +143,8 @@ class Clear:
 class Recompute:
     """Compute this rank's parts again, and compare.
 
-    Values to be shown are compared with their seal, or with what the masters of a replicated optimizer publish. Masters
-    and optimizer state are compared with a rehearsal of the last step, if a guard has asked for one
-    (`Guard.rehearses_step`). Answer: by part, whether it is the same; it leaves out parts that cannot be computed
-    again.
+    Values to be shown are compared with their seal, or with what the masters of a replicated optimizer publish. Answer:
+    by part, whether it is the same; it leaves out parts that cannot be computed again.
     """
 
 
@@ -265,11 +263,6 @@ class Guard(ABC):
         kind = type(self)
         looks = kind.before_reduce is not Guard.before_reduce or kind.watch_rounds is not Guard.watch_rounds
         return looks and (owes or not kind.repairs_departed)
-
-    @property
-    def rehearses_step(self) -> bool:
-        """Whether every step is first computed on copies, segment by segment, so that `Recompute` knows the result."""
-        return False
 
     @abstractmethod
     def after_update(self) -> GuardScript:

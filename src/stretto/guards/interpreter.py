@@ -37,7 +37,7 @@ from stretto.guards.recomputed import recomputed
 from stretto.guards.seals import Seals
 from stretto.guards.strikes import Strikes
 from stretto.guards.weave import Arrived, Conclude, Forget, Moment
-from stretto.optimizer import ReducedGradient, RehearsingOptimizer
+from stretto.optimizer import ReducedGradient
 from stretto.records import Incident
 
 
@@ -133,8 +133,6 @@ class GuardInterpreter:
     def forget(self, what: Sequence[Sealable]) -> None:
         """Forget everything about these values, because they are about to change or came from a checkpoint."""
         if "state" in what:
-            if isinstance(self._sharded, RehearsingOptimizer):
-                self._sharded.forget_rehearsal()
             self._gradients.clear()
         self._seals.drop(what)
 

@@ -11,7 +11,6 @@ import xxhash
 
 from stretto.checksums import hexadecimal
 from stretto.errors import ReplicasDiverged
-from stretto.fields import check_fields
 from stretto.guards.contract import (
     Copy,
     Fingerprint,
@@ -39,28 +38,14 @@ class ReplicaGuard(Guard):
     parameters and whole-number buffers.
     Named: for every tensor, the ranks outside a strict majority. Their tensors are overwritten by those of a member of
     the majority, and compared again, before anything is shown. If most ranks are damaged alike, the majority is wrong,
-    and the healthy rank is named. Without a majority, as between two ranks, parts are computed again to decide: values
-    to be shown from their seal (`AtRest`) or from masters that agree; with `recompute`, masters and optimizer state
-    from a rehearsal of the step. If this does not decide, the job ends. Use `AtRest` as well: it names the rank whose
-    values changed while nobody used them, and mends them before they reach other ranks.
+    and the healthy rank is named. Without a majority, as between two ranks, values to be shown are computed again to
+    decide: from their seal (`AtRest`), or from masters that agree. If this does not decide, the job ends. Use `AtRest`
+    as well: it names the rank whose values changed while nobody used them, and mends them before others read them.
     Traffic: eight bytes per rank and update if nothing is damaged.
     """
 
     name = "replica"
     needs_replicas = True
-
-    recompute: bool = False
-    """Compute every step twice, first on copies and then in place, so that a wrong step is found even with two ranks.
-    Costs one more optimizer step and a digest of its result per update, and the memory of one segment's master and
-    state."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    @property
-    def rehearses_step(self) -> bool:
-        """Whether every step is first computed on copies: as the option `recompute` says."""
-        return self.recompute
 
     def before_land(self) -> GuardScript:
         """Compare anchors, before replicas take over what they hold."""
@@ -121,8 +106,7 @@ class ReplicaGuard(Guard):
             found = ", ".join(f"rank {rank}: {hexadecimal(value)}" for rank, value in pairs)
             raise ReplicasDiverged(
                 f"{where}: replicas differ in {part}, and no majority says who is right: expected one digest, found "
-                f"{found}; go on from the last checkpoint, and add ReplicaGuard(recompute=True), AtRest() or a third "
-                "rank, which can tell"
+                f"{found}; go on from the last checkpoint, and add AtRest() or a third rank, which can tell"
             )
         return right.pop()
 

@@ -12,10 +12,11 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from stretto.engine.options import Options
 from stretto.errors import Quarantined
 from stretto.records import Incident
 
+COUNTS_FOR = 1000
+"""Updates. Without an end, a long job would end by a handful of accidents that are weeks apart."""
 Link = tuple[int, int]
 """Sender and receiver."""
 Culprit = int | Link
@@ -27,13 +28,12 @@ class Strikes:
     An update is one strike, even if it has many incidents, because one accident may cause many.
 
     Args:
-        options: The limit, and for how many updates a strike counts.
+        limit: Strikes that end the job; None for no limit.
         seats: Host and device of every rank, for messages.
     """
 
-    def __init__(self, options: Options, seats: Sequence[str]) -> None:
-        self._limit = options.strikes
-        self._within = options.strikes_within
+    def __init__(self, limit: int | None, seats: Sequence[str]) -> None:
+        self._limit = limit
         self._seats = seats
         self._incidents: list[Incident] = []
 
@@ -41,9 +41,7 @@ class Strikes:
         """Add the incidents of the `step`-th update, and drop those that no longer count."""
         if incidents and self._limit is not None:
             self._incidents += incidents
-            self._incidents = [
-                incident for incident in self._incidents if incident.step > step - self._within
-            ]
+            self._incidents = [incident for incident in self._incidents if incident.step > step - COUNTS_FOR]
 
     def check(self, step: int) -> None:
         """Raise the same error on all ranks if a rank or a link has reached the limit by `step`.
@@ -58,7 +56,7 @@ class Strikes:
             incidents = [incident for found in laid.values() for incident in found.values()]
             raise Quarantined(
                 f"after step {step}: {' and '.join(map(self._named, laid))} reached {self._limit} strikes within "
-                f"{self._within} updates: {'; '.join(map(str, incidents))}; go on from the last checkpoint without "
+                f"{COUNTS_FOR} updates: {'; '.join(map(str, incidents))}; go on from the last checkpoint without "
                 f"{'it' if len(laid) == 1 else 'them'}",
                 ranks=[who for who in laid if isinstance(who, int)],
                 links=[who for who in laid if not isinstance(who, int)],

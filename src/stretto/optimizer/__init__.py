@@ -2,7 +2,6 @@
 
 from stretto.optimizer.over_shards import over_shards
 from stretto.optimizer.probe import whole_groups
-from stretto.optimizer.rehearsal import MASTER, RehearsingOptimizer, digests_of
 from stretto.optimizer.segments import Piece, Segment
 from stretto.optimizer.settings import Hyperparameters, learning_rate, read_hyperparameters
 from stretto.optimizer.several import SeveralSchedulers, as_one, members_of, name_of
@@ -11,12 +10,10 @@ from stretto.optimizer.state import PieceState, StateKinds, adopt_states, averag
 from stretto.optimizer.turning import Schedule, check_scheduler
 
 __all__ = [
-    "MASTER",
     "Hyperparameters",
     "Piece",
     "PieceState",
     "ReducedGradient",
-    "RehearsingOptimizer",
     "Schedule",
     "Segment",
     "SeveralSchedulers",
@@ -26,7 +23,6 @@ __all__ = [
     "as_one",
     "average_states",
     "check_scheduler",
-    "digests_of",
     "learning_rate",
     "members_of",
     "name_of",

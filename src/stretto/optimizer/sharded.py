@@ -4,7 +4,7 @@ The private optimizer sees the masters as segments (`stretto.optimizer.segments`
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -271,8 +271,8 @@ class ShardedOptimizer:
         segments: Iterable[Segment],
         gradient: ReducedGradient,
         clip: float,
-    ) -> list[tuple[Segment, Tensor, Mapping[str, Any]]]:
-        """Step `copy`, of one block's masters, with copies of its state; return ghost and state of every segment."""
+    ) -> None:
+        """Step `copy`, of one block's masters, with copies of its state."""
         mean = gradient.mean_of(block, clip)
         groups = self._ghost.param_groups
         for group, original in zip(groups, self.optimizer.param_groups, strict=True):
@@ -283,7 +283,7 @@ class ShardedOptimizer:
         for segment in segments:
             inside = slice(segment.start - block.offset, segment.stop - block.offset)
             ghost = copy[inside].view(segment.master.shape)
-            ghosts.append((segment, ghost))
+            ghosts.append(ghost)
             if gradient.part(segment) is None:
                 continue
             ghost.grad = mean[inside].view(segment.master.shape)
@@ -301,14 +301,11 @@ class ShardedOptimizer:
         if any(map(itemgetter("params"), groups)):
             with torch.autocast(copy.device.type, enabled=False):
                 self._ghost.step()
-        found: list[tuple[Segment, Tensor, Mapping[str, Any]]] = []
-        for segment, ghost in ghosts:
+        for ghost in ghosts:
             ghost.grad = None
-            found.append((segment, ghost, self._ghost.state.get(ghost, {})))
         self._ghost.state = defaultdict(dict)
         for group in groups:
             group["params"] = []
-        return found
 
     def _isolate_unused(self, used: bytes) -> None:
         """Cut segments in which some parameters were used and some were not."""
