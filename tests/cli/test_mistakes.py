@@ -49,9 +49,6 @@ from stretto_lab.cli.help import COMMANDS
         ("train digits-resnet --strategy torch-ddp", "torch-ddp is there to compare with"),
         ("train digits-resnet --upadtes 3", "has no option '--upadtes'"),
         ("report --otu page.html", "report needs the folder of a run first"),
-        ("demo --sedes 3", "did you mean '--seeds'?"),
-        ("demo --wire int5", "did you mean 'int8'?"),
-        ("demo --task.wdith 3", "did you mean '--task.width'?"),
         ("train digits-resnet --task.wdith 3", "has no option '--task.wdith'"),
         ("campaign stdlib", "no recipe is called 'stdlib'; there are stdlib-gpt, digits-resnet"),
         ("campaign --falts 3", "has no option '--falts'"),
@@ -210,18 +207,12 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("demo --seeds 0", "--seeds must be at least 1, found 0"),
-        ("demo --updates None", "--updates None"),
-        ("demo --link-slowness -1", "--link-slowness must be at least 0"),
-        ("demo --strategy torch-ddp", "not a stock method"),
-        ("demo --faults masters:rank=2", "--faults name rank 2"),
-        ("demo --out .", "expected a folder that is new or empty"),
         ("campaign --faults 0", "--faults 0"),
         ("campaign --faults 8 --only 8", "--only 8"),
         ("campaign --faults 8 --real 9", "--real 9"),
     ],
 )
-def test_a_demonstration_or_campaign_that_cannot_be_is_refused_with_exit_code_2(
+def test_a_campaign_that_cannot_be_is_refused_with_exit_code_2(
     words: str, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("occupied").touch()

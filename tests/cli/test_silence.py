@@ -37,7 +37,6 @@ LISTENED: Mapping[str, str] = {
     "compare": f"{SMALL} {RUN} --strategies zero1 --out compared",
     "diagnose": f"{SMALL} --batches 1 --slow-loader 3000",
     "plan": f"{SMALL} --batches 1 --slow-loader 5000 --ranks 2 --network 10mbit",
-    "demo": "--updates 3 --evaluate-every 1 --slow-loader 400 --link 100mbit",
     "campaign": "--faults 4 --clean-rounds 10",
     "simulate": "digits-resnet --ranks 4 --updates 3",
     "report": "runs/first --out page.html",

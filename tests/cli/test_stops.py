@@ -14,7 +14,6 @@ TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny.py'}:Tiny"
 LONG = ["--updates", "1000000", "--no-tensorboard", "--run-dir", "run"]
 TRAIN = ["train", TINY, *LONG]
 COMPARE = ["compare", TINY, "--updates", "1000000", "--strategies", "ddp,acco"]
-DEMO = ["demo", "--updates", "1000000", "--task.width", "8", "--task.heads", "1"]
 SIMULATE = ["simulate", TINY, "--updates", "1000000"]
 
 
@@ -44,7 +43,6 @@ def with_imports_made(words: list[str]) -> Command:
     [
         (SIMULATE, "loading PyTorch", signal.SIGINT, 130, "interrupted\n"),
         (COMPARE, "repeat 1 of ", signal.SIGINT, 130, "interrupted\n"),
-        (DEMO, "seed 0: clean", signal.SIGINT, 130, "interrupted\n"),
         (TRAIN, "starting the workers", signal.SIGHUP, 129, ""),
         (TRAIN, "update 1/", signal.SIGTERM, 143, ""),
     ],

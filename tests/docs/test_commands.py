@@ -14,14 +14,13 @@ from stretto_lab.page import ReportConfig
 from stretto_lab.plan import PlanConfig
 from stretto_lab.train.arms import parse_arms
 from stretto_lab.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
-from stretto_lab.train.demo import DemoConfig
 from stretto_lab.train.meet import MeetConfig
 from stretto_lab.train.simulation import SimulateConfig
 from tests.docs.pages import ROOT, commands, links, pages, typed
 
 # Those of docs/recipes.md are run, by the page's own test.
 COMMANDS = [words for page in pages() if page.name != "recipes.md" for words in commands(page)]
-ALONE = {"demo": DemoConfig, "estimate": EstimateConfig, "meet": MeetConfig}
+ALONE = {"estimate": EstimateConfig, "meet": MeetConfig}
 """The options of commands that take nothing else."""
 AFTER_NAMES = {"report": ReportConfig}
 """The options of commands that take folders or records before them."""
@@ -68,7 +67,6 @@ def test_the_pages_print_commands() -> None:
         "train",
         "compare",
         "simulate",
-        "demo",
         "report",
         "diagnose",
         "plan",

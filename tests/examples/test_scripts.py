@@ -72,6 +72,25 @@ def test_guards_give_back_the_undisturbed_run_to_the_bit() -> None:
 
 
 @pytest.mark.long
+def test_every_remedy_gains_what_its_example_says() -> None:
+    lines = printed("remedies.py")
+    names = [line.partition("  loss ")[0].strip() for line in lines]
+    seconds = dict(zip(names, [float(line.split()[-2]) for line in lines], strict=True))
+    read = dict(zip(names, [int(line.split()[-5]) for line in lines], strict=True))
+    loss = dict(zip(names, losses(lines), strict=True))
+    fewer = names[-1]
+    assert fewer == "no echo, as many batches"
+    assert [name for name in names if read[name] == 128] == ["all remedies", "no hiding", "no guards", fewer]
+    assert {read[name] for name in names} == {128, 256}
+    # An update computes 40 ms. Without hiding an exchange of about 20 ms comes behind it; four reads take 80 ms.
+    assert 64 * 0.040 <= seconds["all remedies"] < 1.1 * 64 * 0.040
+    assert seconds["no hiding"] > 1.3 * seconds["all remedies"]
+    assert seconds["no echo"] >= 64 * 0.080
+    assert loss["no guards"] > 1.5 * loss["all remedies"]
+    assert loss["all hazards, no remedy"] > 1.5 * loss["no hazard, no remedy"]
+
+
+@pytest.mark.long
 def test_a_rank_is_killed_the_others_go_on_and_another_comes_in() -> None:
     # It starts processes of its own, which read the script again.
     program = [sys.executable, str(EXAMPLES / "survive.py")]

@@ -186,9 +186,9 @@ def test_damaged_results_make_a_page_too(file: str, content: str) -> None:
         ("report", "report needs the folder of a run first: stretto report FOLDER..."),
         (
             "report nowhere",
-            "nowhere: expected the folder of a run, a comparison, a demonstration or a campaign, found no folder",
+            "nowhere: expected the folder of a run, a comparison or a campaign, found no folder",
         ),
-        ("report empty", "found no config.json, compare.json, demo.json"),
+        ("report empty", "found no config.json, compare.json, campaign.json"),
         ("report run --otu x", "did you mean '--out'?"),
         ("report run --updates 5", "--updates 5: expected two numbers, found 1"),
         ("report run --updates 5,2", "--updates must be 0 <= FIRST <= LAST, found 5,2"),

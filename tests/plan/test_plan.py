@@ -272,6 +272,15 @@ def test_a_run_takes_the_choice_and_its_resume_keeps_to_it(capfd: pytest.Capture
     assert f"{chosen} on 2 workers (cpu), run" in shown
     assert main(["resume", "run", "--updates", "3"]) == 0
     assert f"{chosen} on 2 workers (cpu), run" in capfd.readouterr().out
+    assert main(["resume", "run", "--updates", "4", "--strategy", "ddp"]) == 0
+    assert main(["resume", "run", "--updates", "5"]) == 0
+    shown = capfd.readouterr().out
+    assert len(re.findall(r"^ddp on 2 workers \(cpu\), .*run$", shown, re.MULTILINE)) >= 2
+    assert "pricing" not in shown
+    assert main(["resume", "run", "--updates", "6", "--allow-loss", "0.1"]) == 2
+    assert "--allow-loss says what a choice may cost: expected --strategy auto" in capfd.readouterr().err
+    assert main(["resume", "run", "--updates", "6", "--strategy", "auto"]) == 0
+    assert "pricing" in capfd.readouterr().out
 
 
 def test_a_run_over_files_begins_in_an_empty_folder_and_the_same_command_goes_on_with_its_choice(

@@ -1,4 +1,4 @@
-"""The strategy that is chosen for a run: what was chosen before, what a plan says now, and whether it may change."""
+"""The strategy that is chosen for a run: what was chosen before, what a plan says now."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -16,12 +16,6 @@ from stretto_lab.train.configuration import Job, RunConfig, part_of
 from stretto_lab.train.handle import check_run
 from stretto_lab.train.launch import Ranks
 from stretto_lab.train.outcome import check_folder
-
-REPLAN = 1.5
-"""Factor on the time of an update at which the strategy is chosen again."""
-
-OF_AUTO = {"--replan": "chooses the strategy again", "--allow-loss": "says what a choice may cost"}
-"""Options that mean nothing unless the strategy is chosen."""
 
 
 def chosen_before(run: RunConfig[TaskConfig]) -> str | None:
@@ -57,9 +51,8 @@ def check_chosen(given: Sequence[str], options: Sequence[str]) -> None:
     Raises:
         ConfigError: They do.
     """
-    for option, what in OF_AUTO.items():
-        if any(word.partition("=")[0] == option for word in given) and not is_auto(options):
-            raise ConfigError(f"{option} {what}: expected --strategy auto beside it")
+    if any(word.partition("=")[0] == "--allow-loss" for word in given) and not is_auto(options):
+        raise ConfigError("--allow-loss says what a choice may cost: expected --strategy auto beside it")
 
 
 def choose(run: RunConfig[TaskConfig], ranks: Ranks, log: Callable[[str], None]) -> str:

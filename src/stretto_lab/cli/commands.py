@@ -13,7 +13,6 @@ from stretto.fields import unknown_name
 from stretto.terminal import printable
 from stretto_lab.campaign import CampaignConfig, repeat_fault, run_campaign, small
 from stretto_lab.cli.auto import (
-    REPLAN,
     check_chosen,
     choose,
     chosen_before,
@@ -44,7 +43,7 @@ from stretto_lab.cli.screens import (
     print_simulation,
 )
 from stretto_lab.estimate import EstimateConfig
-from stretto_lab.observe import Stages, print_campaign, print_comparison, print_demo
+from stretto_lab.observe import Stages, print_campaign, print_comparison
 from stretto_lab.page import PAGE, ReportConfig, page_of, report
 from stretto_lab.patience import fold, waiting
 from stretto_lab.plan import PlanConfig
@@ -52,7 +51,6 @@ from stretto_lab.recipes import RECIPES, OverFiles, TaskConfig, recipe
 from stretto_lab.train.arms import AUTO, parse_arm
 from stretto_lab.train.comparison import compare, diagnose_rank
 from stretto_lab.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
-from stretto_lab.train.demo import RESULTS, DemoConfig, demonstrate
 from stretto_lab.train.handle import check_run
 from stretto_lab.train.launch import Ranks
 from stretto_lab.train.meet import MeetConfig, meet
@@ -68,7 +66,6 @@ CONFIGURE: Mapping[str, Callable[[TaskConfig], Any]] = MappingProxyType(
         "resume": lambda task: RunConfig(task=task),
         "compare": lambda task: CompareConfig(task=task),
         "simulate": lambda task: SimulateConfig(task=task),
-        "demo": lambda _: DemoConfig(),
         "report": lambda _: ReportConfig(),
         "diagnose": lambda task: DiagnoseConfig(task=task),
         "plan": lambda task: PlanConfig(task=task),
@@ -92,7 +89,6 @@ def run_command(name: str, words: Sequence[str]) -> int:
         "resume": resume_command,
         "compare": compare_command,
         "simulate": simulate_command,
-        "demo": demo_command,
         "report": report_command,
         "diagnose": diagnose_command,
         "plan": plan_command,
@@ -187,17 +183,7 @@ def _short(named: str) -> str:
 
 
 def _train(named: str, options: Sequence[str], run: RunConfig[TaskConfig], ranks: Ranks) -> None:
-    """Train; where the strategy is chosen, measure and choose again whenever updates take another time."""
-    log = _log(ranks)
-    is_watched = is_auto(options) and run.checkpoint_every is not None
-    run = dataclasses.replace(run, replan=(run.replan or REPLAN) if is_watched else None)
     outcome = _train_once(named, options, run, ranks)
-    while outcome.pace is not None:
-        log("an update takes {1:.3g} s, {0:.3g} s at first: choosing again".format(*outcome.pace))
-        chosen = choose(run, ranks, log)
-        run = dataclasses.replace(run, strategy=chosen, resume=True)
-        options = [*options, "--strategy", chosen]
-        outcome = _train_once(named, options, run, ranks)
     if ranks.is_first:
         print_run(outcome, run, is_on_a_link=run.link != "none" or is_joined())
         _show(run.run_dir)
@@ -267,18 +253,6 @@ def simulate_command(words: Sequence[str]) -> None:
         results = simulate(simulation, shows_progress=True)
     print_simulation(results.values[0], simulation, recipe)
     _show(simulation.run_dir)
-
-
-def demo_command(words: Sequence[str]) -> None:
-    """Strike a small job with every hazard at once, and switch each remedy off in turn."""
-    config = parse_alone("demo", words, DemoConfig())
-    if is_joined():
-        raise ConfigError("demo starts workers of its own: expected no launcher, found variables of one")
-    with named_as_options(config), named_as_options(config.task, TASK):
-        content = demonstrate(config, find_ranks(config.workers), _print_line)
-    print_demo(content["runs"])
-    print(f"all numbers     {Path(content['out'], RESULTS)}")
-    _show(content["out"])
 
 
 def report_command(words: Sequence[str]) -> None:

@@ -63,14 +63,6 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
                 "seed", "run-dir",
             ),
         ),
-        "demo": Command(
-            summary="strike a job with all hazards, and leave each remedy out",
-            takes="",
-            basic=(
-                "out", "seeds", "updates", "link", "link-slowness", "slow-loader", "loader-slowness", "faults",
-                "strategy", "wire", "echo", "guards", "seed",
-            ),
-        ),
         "report": Command(
             summary="make a page that shows runs: loss, time, both lanes, damage",
             takes="FOLDER...",

@@ -1,6 +1,5 @@
-"""Tables on the screen or in a file: the results of a comparison, a demonstration and a campaign."""
+"""Tables on the screen or in a file: the results of a comparison and a campaign."""
 
-import collections
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -105,13 +104,9 @@ def _comparison_columns(own: Sequence[Run], runs: Sequence[Run]) -> dict[str, tu
     }
 
 
-def _measured(runs: Sequence[Run], field: str) -> list[Run]:
-    """Return the runs that have a finite value there."""
-    return [run for run in runs if run[field] is not None and math.isfinite(run[field])]
-
-
 def _known(runs: Sequence[Run], field: str) -> list[float]:
-    return [run[field] for run in _measured(runs, field)]
+    """Return the finite values that runs have there."""
+    return [run[field] for run in runs if run[field] is not None and math.isfinite(run[field])]
 
 
 def _spread(
@@ -127,91 +122,6 @@ def _spread(
     if of is not None and of != len(values):
         median += f" {len(values)}/{of}"
     return (median, "", "") if min(values) == max(values) else (median, text(min(values)), text(max(values)))
-
-
-def print_demo(runs: Sequence[Run]) -> None:
-    """Print a row for each arm of a demonstration, as for those of a comparison, and what the rows say.
-
-    Args:
-        runs: Records of a demonstration: every arm once for each seed, "clean" and "all on" among them.
-
-    Raises:
-        MissingExtra: rich is not installed.
-    """
-    rows: list[tuple[str, ...]] = []
-    arms = {
-        arm: [run for run in runs if run["arm"] == arm] for arm in dict.fromkeys(run["arm"] for run in runs)
-    }
-    for arm, own in arms.items():
-        columns = {
-            "s to\ntarget": _spread(_known(own, "seconds_to_loss"), "{:.1f}".format, of=len(own)),
-            "times\nall on": times_as_long(own, arms["all on"]),
-            "s per\nupdate": _spread([run["seconds"] / run["updates"] for run in own], "{:.3f}".format),
-            "loss at\nthe end": _spread(_known(own, "heldout_loss"), "{:.3f}".format, of=len(own)),
-            "waits\nlink": _spread([run["exposed_seconds"] / run["seconds"] for run in own], "{:.0%}".format),
-            "waits\ndata": _spread([run["wait_seconds"] / run["seconds"] for run in own], "{:.0%}".format),
-            "faults\nstruck": _spread(_known(own, "faults_struck"), "{:g}".format),
-            "\nfound": _spread([len(run["incidents"]) for run in own], "{:g}".format),
-        }
-        lines = zip(*columns.values(), strict=True)
-        named = zip((arm, "  least", "  greatest"), lines, strict=True)
-        rows += [(name, *line) for name, line in named if any(line)]
-    done = collections.Counter(
-        f"{incident['site']} {incident['action']}" for run in arms["all on"] for incident in run["incidents"]
-    )
-    repaired = ", ".join(f"{action} {count}" for action, count in done.items()) or "nothing"
-    _print_table(
-        "demonstration",
-        f"Target: {_spread(_known(runs, 'target'), '{:.3f}'.format)[0]}, the clean run's held-out loss after two "
-        f"thirds of its updates{_in_units(runs)}. > means that a run ended without reaching it.\n"
-        f"Found under all on, and what became of it: {repaired}.",
-        ("arm", *columns),
-        rows,
-    )
-    print(fold(_verdict(arms)))
-
-
-def times_as_long(own: Sequence[Run], others: Sequence[Run]) -> tuple[str, str, str]:
-    """Return how many times as long as `others` the runs took to the target, seed by seed, as `_spread` does.
-
-    A run that never reached it counts with its whole length, and the numbers are then lower bounds. Seeds with which
-    the other run did not reach it are left out.
-    """
-    base = {run["seed"]: run["seconds_to_loss"] for run in others}
-    ratios = [
-        (run["seconds_to_loss"] or run["seconds"]) / base[run["seed"]] for run in own if base[run["seed"]]
-    ]
-    sign = ">" if any(run["seconds_to_loss"] is None for run in own) else ""
-    return _spread(ratios, lambda ratio: f"{sign}{ratio:.2f}")
-
-
-def _verdict(arms: Mapping[str, Sequence[Run]]) -> str:
-    """Return in one sentence what the records of a demonstration support."""
-    on = arms["all on"]
-    if not (reached := _known(on, "seconds_to_loss")):
-        return "With all remedies the job did not reach the target, so nothing can be said about them."
-    clean = {run["seed"]: run["heldout_loss"] for run in _measured(arms["clean"], "heldout_loss")}
-    above = {
-        arm: _spread(
-            [
-                run["heldout_loss"] - clean[run["seed"]]
-                for run in _measured(own, "heldout_loss")
-                if run["seed"] in clean
-            ],
-            "{:+.3f}".format,
-            of=len(own),
-        )[0]
-        for arm, own in arms.items()
-    }
-    times = {arm: times_as_long(own, on)[0].replace(">", "more than ") for arm, own in arms.items()}
-    left_out = ", ".join(f"{arm.removeprefix('no ')} {times[arm]}" for arm in arms if arm.startswith("no "))
-    some = "" if len(reached) == len(on) else f" with {len(reached)} of {len(on)} seeds"
-    return (
-        f"With all remedies the job needs {statistics.median(reached):.1f} s to the target{some} and ends "
-        f"{above['all on']} from the clean run's loss; with none of them it takes {times['all off']} times as "
-        f"long and ends {'with no finite loss' if above['all off'] == '-' else 'at ' + above['all off']}"
-        + (f"; without one of them the times are: {left_out}." if left_out else ".")
-    )
 
 
 _CAMPAIGN_HEADINGS = ("damage", "applied", "harmful", "detected", "named", "identical", "error")

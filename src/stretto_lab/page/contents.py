@@ -74,8 +74,6 @@ class Contents:
     """What could not be read."""
     is_traceable: bool = False
     """Whether it is the folder of one run, which may have a trace."""
-    against: str = "updates"
-    """The axis on which its losses are best compared; the page begins with that of its first folder."""
 
 
 def formatted(value: float, pattern: str) -> str:

@@ -1,4 +1,4 @@
-"""The folders of `compare`, `demo` and `campaign`: the arms of the first two, the tables of the last."""
+"""The folders of `compare` and `campaign`: arms and tables."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from stretto_lab.page.contents import (
     read_evaluations,
 )
 from stretto_lab.page.records import items, mapping, number, read_json
-from stretto_lab.page.run import read_run
 from stretto_lab.page.times import of_totals
 
 
@@ -93,65 +92,6 @@ def _arm(record: dict[str, Any], folder: str) -> Run:
         events=(),
         time=of_totals({name: number(value) for name, value in record.items()}, strategy),
     )
-
-
-def read_demo(path: Path, name: str) -> Contents:
-    """Return the arms of a demonstration's first seed, and the table of all; what is missing is among the gaps."""
-    gaps: list[str] = []
-    content = read_json(path / "demo.json", gaps)
-    records = [mapping(one) for one in items(content.get("runs"))]
-    seed = str(records[0].get("seed")) if records else "unknown"
-    # Names in the file are looked up among the folders that are there: a path is never made of them.
-    folders = {
-        folder.name: folder for folder in path.glob("seed-*/*") if folder.parent.name == f"seed-{seed}"
-    }
-    runs: list[Run] = []
-    drawn = [one for one in records if str(one.get("seed")) == seed]
-    for arm in [str(one.get("arm")) for one in drawn]:
-        if (folder := folders.get(arm.replace(" ", "-"))) is None:
-            gaps.append(f"the run {arm} is missing")
-            continue
-        found = read_run(folder, arm)
-        runs += found.runs
-        gaps += [f"{arm}: {gap}" for gap in found.gaps]
-    if not records:
-        gaps.append("no run of the demonstration is recorded")
-    demo, struck = mapping(content.get("demo")), drawn[-1] if drawn else {}  # the clean run has no hazard
-    facts = {
-        "model and data": describe_task(demo.get("task")),
-        **{label: str(struck.get(key, "unknown")) for label, key in _HAZARDS.items()},
-        "target": f"held-out loss {formatted(number(struck.get('target')), '{:.4f}')}",
-        "drawn": f"seed {seed}",
-        **describe_machine(mapping(content.get("environment"))),
-    }
-    rows = [
-        [
-            *(str(one.get(key)) for key in ("arm", "seed", "strategy", "wire", "echo")),
-            ", ".join(map(str, items(one.get("guards")))) or "none",
-            *(formatted(number(one.get(key)), pattern) for key, pattern in _MEASURED.values()),
-            str(len(items(one.get("incidents")))),
-        ]
-        for one in records
-    ]
-    headings = ("arm", "seed", "strategy", "wire", "echo", "guards", *_MEASURED, "found")
-    table = Table(title="Arms", headings=headings, rows=rows)
-    return Contents(
-        path=path, name=name, facts=facts, runs=runs, tables=[table], gaps=gaps, against="seconds"
-    )
-
-
-_HAZARDS = {"slow link": "link", "slow loader, ms per micro-batch": "slow_loader", "faults": "faults"}
-"""Keys of an arm's record, by label."""
-_MEASURED = {
-    "updates": ("updates", "{:,.0f}"),
-    "s": ("seconds", "{:,.2f}"),
-    "s to target": ("seconds_to_loss", "{:.1f}"),
-    "held-out loss": ("heldout_loss", "{:.4f}"),
-    "s for link": ("exposed_seconds", "{:.1f}"),
-    "s for data": ("wait_seconds", "{:.1f}"),
-    "struck": ("faults_struck", "{:,.0f}"),
-}
-"""Keys of an arm's record and how they are written, by heading."""
 
 
 def read_campaign(path: Path, name: str) -> Contents:

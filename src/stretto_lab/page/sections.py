@@ -37,7 +37,7 @@ def sections(folders: Sequence[Contents], runs: Sequence[Run], traced: Sequence[
     """
     yield from (_about(folder, "What ran" if len(folders) == 1 else folder.name) for folder in folders)
     if any(len(run.evaluations) or run.columns for run in runs):
-        yield _loss(sum(len(folder.runs) for folder in folders) - len(runs), folders[0].against)
+        yield _loss(sum(len(folder.runs) for folder in folders) - len(runs))
     yield from _events(runs)
     yield from _course(runs)
     yield from _time(runs)
@@ -101,7 +101,7 @@ def _about(folder: Contents, title: str) -> str:
     return _section(title, f"<dl>{facts}</dl>", missing, *tables)
 
 
-def _loss(num_hidden: int, against: str) -> str:
+def _loss(num_hidden: int) -> str:
     axes = {
         "updates": "committed updates",
         "samples": "samples, echoes counted",
@@ -109,10 +109,7 @@ def _loss(num_hidden: int, against: str) -> str:
         "seconds": "seconds of training",
         "bytes": "bytes sent",
     }
-    options = "".join(
-        f'<option value="{name}"{" selected" if name == against else ""}>{label}</option>'
-        for name, label in axes.items()
-    )
+    options = "".join(f'<option value="{name}">{label}</option>' for name, label in axes.items())
     hidden = f"<p class=note>{num_hidden:,} more runs are not drawn.</p>" if num_hidden else ""
     return _section(
         "Loss",

@@ -247,9 +247,6 @@ class RunConfig(Job[TaskT]):
     strikes: int | None = 3
     """Once damage was attributed to the same rank or link in this many updates, the job goes on without it; None for
     no limit."""
-    replan: float | None = None
-    """With --strategy auto: choose again once an update takes more than this many times as long as at first, or less
-    than that part of it; None is 1.5 there."""
     allow_loss: float | None = None
     """With --strategy auto: nats of held-out loss that the choice may cost, as far as it was measured; None is 0.02.
     Averages of replicas need 0.04 and more."""
@@ -293,8 +290,6 @@ class RunConfig(Job[TaskT]):
             )
         if self.strategy != AUTO:
             parse_arm(self.strategy)
-        if self.replan is not None and not 1 < self.replan < math.inf:
-            raise ConfigError(f"replan must be above 1, found {self.replan}")
         if self.resume and self.run_dir is None:
             raise ConfigError("resume needs the folder of the run to continue: set run_dir")
         if self.local_checkpoints is not None and not self.resume:
@@ -314,7 +309,6 @@ class RunConfig(Job[TaskT]):
             if self.async_save
             else "",
             "local_checkpoints": "states stay in the processes that live" if self.local_checkpoints else "",
-            "replan": "another choice is made at a checkpoint, in new processes" if self.replan else "",
         }
         if self.survive and (asked := [f"{name} ({why})" for name, why in unfit.items() if why]):
             raise ConfigError(f"survive does not go with {', nor with '.join(asked)}: leave out one of them")

@@ -9,7 +9,6 @@ held, and random states are put back. A run is the same to the bit with and with
 import dataclasses
 import itertools
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -106,40 +105,6 @@ class _Clock:
             self._held_at = None
 
 
-class Pace:
-    """Tells when updates no longer take as long as they did at first.
-
-    Compared are medians over stretches: the first one, and every one behind it. A stretch has `UPDATES` updates and
-    lasts `SECONDS`, at least.
-
-    Args:
-        factor: Above 1. More than this many times as long as at first, or less than that part of it, is another pace.
-    """
-
-    UPDATES = 16
-    SECONDS = 5.0
-    """About what it takes to measure a job anew."""
-
-    def __init__(self, factor: float) -> None:
-        self._factor = factor
-        self._ends: list[float] = []  # of the updates of this stretch, and of the one before it
-        self._first: float | None = None
-        self.change: tuple[float, float] | None = None
-        """Seconds of an update at first, and in the first stretch of another pace."""
-
-    def arrived(self, training_seconds: float) -> None:
-        """Hear of an update, so long after the start."""
-        self._ends.append(training_seconds)
-        if len(self._ends) <= self.UPDATES or self._ends[-1] - self._ends[0] < self.SECONDS:
-            return
-        now = statistics.median(end - begin for begin, end in itertools.pairwise(self._ends))
-        self._ends = self._ends[-1:]
-        if self._first is None:
-            self._first = now
-        elif not self._first / self._factor <= now <= self._first * self._factor:
-            self.change = self._first, now
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LoopPlan:
     """When the loop evaluates, saves and ends."""
@@ -150,8 +115,6 @@ class LoopPlan:
     """Training time after which rank 0 asks all ranks to stop; None for no limit."""
     to_loss: float | None
     """Held-out loss at which rank 0 asks all ranks to stop; None for none."""
-    pace: float | None
-    """Factor on the time of an update, up or down, at which rank 0 asks all ranks to stop; None for none."""
     evaluate_every: int | None
     """Updates between evaluations."""
     checkpoint_every: int | None
@@ -187,7 +150,6 @@ class Loop:
         self.plan = plan
         self.stopwatch = stopwatch
         self.totals = totals
-        self.pace = None if plan.pace is None else Pace(plan.pace)
         self._device = next(task.model.parameters()).device
         self._observers = observers
         self._saves = saves
@@ -277,11 +239,6 @@ class Loop:
     def _has_enough(self) -> bool:
         if self.plan.seconds is not None and self.stopwatch.seconds >= self.plan.seconds:
             return True
-        left = math.inf if self.plan.budget is None else self.plan.budget.left
-        if self.pace is not None and left >= Pace.UPDATES:
-            self.pace.arrived(self.stopwatch.seconds)
-            if self.pace.change is not None:
-                return True
         target = -math.inf if self.plan.to_loss is None else self.plan.to_loss
         return seconds_to_loss(self.totals.evaluations, target) is not None
 

@@ -85,9 +85,6 @@ class Outcome:
     """Share of held-out samples classified rightly at the end; classifiers only."""
     sample: str | None
     """Text that the model generated at the end; language models only."""
-    pace: tuple[float, float] | None = None
-    """Seconds of an update at first and in the end, where the run has ended because they differ; the same on all
-    ranks."""
     resumed_from: int = 0
     """Committed updates of the checkpoint that the run went on from; 0 for a new run."""
     seconds_before: float = 0.0

@@ -230,8 +230,6 @@ def train_at(
             observer.noticed(incident)
         try:
             outcome = _train(run, loop, context)
-            if run.replan is not None:
-                outcome = dataclasses.replace(outcome, pace=_of_first(outcome.pace, context))
         finally:
             for observer in observers:
                 observer.close()
@@ -316,8 +314,7 @@ def _train(run: RunConfig[TaskT], loop: Loop, context: RankContext) -> Outcome:
         if context.rank == 0:
             _write_model(loop.task, state, Path(run.run_dir))
         loop.end()
-    outcome = _outcome(run, loop, training_seconds, cpu_seconds, looks=not is_stopped)
-    return dataclasses.replace(outcome, pace=None if loop.pace is None else loop.pace.change)
+    return _outcome(run, loop, training_seconds, cpu_seconds, looks=not is_stopped)
 
 
 def _write_model(task: Task, state: Mapping[str, Tensor], folder: Path) -> None:
@@ -331,14 +328,6 @@ def _any_is_stopped(loop: Loop, context: RankContext) -> bool:
     told = torch.tensor([float(loop.is_stopped)], device=context.device)
     context.whole.allreduce([told]).wait()
     return bool(told.item() > 0)
-
-
-def _of_first(pace: tuple[float, float] | None, context: RankContext) -> tuple[float, float] | None:
-    """Return the change of pace that rank 0 has seen; all ranks must call."""
-    told = torch.tensor(pace or (0.0, 0.0), dtype=torch.float64, device=context.device)
-    context.whole.broadcast([told], dist.BroadcastOptions()).wait()
-    at_first, lately = told.tolist()
-    return (at_first, lately) if lately else None
 
 
 def _outcome(
@@ -382,7 +371,6 @@ def _plan(run: RunConfig[TaskT], budget: Budget | None) -> LoopPlan:
         to_loss=run.to_loss,
         evaluate_every=run.evaluate_every,
         checkpoint_every=run.checkpoint_every if run.run_dir is not None else None,
-        pace=run.replan,
     )
 
 

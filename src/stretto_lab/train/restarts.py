@@ -72,7 +72,6 @@ def _without(left_out: Collection[int], run: RunConfig[TaskT], remaining: Ranks)
         },
         resume=True,
         restarts=run.restarts - 1,
-        replan=None,  # who measures and chooses does not know which ranks are left
     )
     try:
         check_run(going_on, remaining.world_size)
