@@ -10,6 +10,7 @@ Linux only.
 """
 
 import argparse
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -18,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from presets import write_data
 
 from stretto.machine import describe_environment
 from stretto.strategies.ledger import ledger_of
@@ -35,6 +35,14 @@ ARMS = (
     "ddp", "zero1", "dpu", "wp", "acco", "local:rate=0.5", "diloco:interval=2", "paft-sync:interval=2", "paft-dyn",
 )  # fmt: skip
 WORKERS = 2
+
+
+def write_stories(root: Path, seed: int) -> None:
+    """Write rows of made-up text."""
+    draws = np.random.default_rng(seed)
+    words = ["".join(draws.choice(list("aeionrst"), 4)) for _ in range(200)]
+    texts = [" ".join(draws.choice(words, draws.integers(5, 60))) for _ in range(600)]
+    (root / "stories.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
 def config_of(folder: Path) -> tuple[Path, int]:
@@ -89,7 +97,7 @@ def main() -> None:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**18)  # otherwise the peak shows how glibc keeps freed blocks
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
-        write_data(Path(folder), seed=0)
+        write_stories(Path(folder), seed=0)
         options.data = Path(folder, "stories.jsonl")
         model, parameters = config_of(Path(folder, "model"))
         found = []

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import transformers
-from presets import write_data
+from large_model import write_stories
 
 from stretto.machine import describe_environment
 from stretto_lab.observe import read_json_lines, replace_json
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12, help="an even number")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        write_data(Path(folder), seed=0)
+        write_stories(Path(folder), seed=0)
         model, parameters = config_of(Path(folder, "model"), options.width, options.layers)
         found = []
         for number, arm in enumerate(options.arms.split(",")):

@@ -236,7 +236,7 @@ class Record:
     setting: str = ""
     """What is trained here: words of `stretto simulate`."""
     real: str = ""
-    """The same for the paper's model on its data, with {data} for the folder; empty where the record has none."""
+    """The same for the paper's model on its data, with {data} for the folder, and {here} for that of this program."""
     cells: Mapping[str, Mapping[str, Cell]] = dataclasses.field(default_factory=dict)
     effects: tuple[Effect, ...] = ()
     seeds: int = 5
@@ -412,7 +412,7 @@ class Site:
             return f"{record.setting} {cell.words} {self.also}".rstrip()
         if not record.real:
             raise ConfigError(f"{record.id} takes no data: leave out --data")
-        real = record.real.format(data=shlex.quote(self.data))
+        real = record.real.format(data=shlex.quote(self.data), here=shlex.quote(str(HERE)))
         return f"{real} --device auto {cell.words if cell.real is None else cell.real} {self.also}".rstrip()
 
     def line_of(self, words: str, seed: int) -> Line | None:

@@ -52,8 +52,6 @@ from stretto_lab.cli.help import COMMANDS
         ("train digits-resnet --task.wdith 3", "has no option '--task.wdith'"),
         ("campaign stdlib", "no recipe is called 'stdlib'; there are stdlib-gpt, digits-resnet"),
         ("campaign --falts 3", "has no option '--falts'"),
-        ("train language --preset acco-alpca", "did you mean 'acco-alpaca'?"),
-        ("presets --nmae x", "did you mean '--name'?"),
         ("compare digits-resnet --strategies ddp,bogus", "no strategy is called 'bogus'"),
         ("compare digits-resnet --strategies ddp --learning-rates acco=1", "learning rates for acco"),
     ],

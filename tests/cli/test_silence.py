@@ -41,7 +41,6 @@ LISTENED: Mapping[str, str] = {
     "simulate": "digits-resnet --ranks 4 --updates 3",
     "report": "runs/first --out page.html",
     "estimate": "--ranks 8",
-    "presets": "",
 }
 """With something that takes longer than the law allows, where a command can be made to."""
 AFTER = ("resume", "report")

@@ -15,7 +15,7 @@ from stretto_lab.recipes.gpt import Shape, causal_lm
 from stretto_lab.recipes.language_models import SIZES
 from stretto_lab.train.configuration import RunConfig
 from tests.docs.pages import DOCS, commands
-from tests.recipes.files import INSTRUCTIONS, STORIES, train_virtually, write_lines
+from tests.recipes.files import STORIES, train_virtually
 
 STORY = {page.stem: page for page in sorted((DOCS / "stories").glob("*.md"))}
 RANKS = 2
@@ -28,7 +28,6 @@ def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Path("stories").mkdir()
     for number, story in enumerate(STORIES):
         Path("stories", f"{number}.txt").write_text(story)
-    write_lines(Path("alpaca.jsonl"), INSTRUCTIONS)
     model: Any = causal_lm("gpt2", Shape(1, 16, 1), vocabulary=300, context=512, dtype=torch.float32, seed=0)
     model.save_pretrained("my-model")
 

@@ -11,10 +11,13 @@ from typing import Any
 
 import claims
 import pytest
+import torch
 from book import Book, difference, interval
 from claims import Effect, Record, Site, Verdict, judge, record_of, worst
+from instructions import Instructions
 
 from stretto.errors import ConfigError
+from stretto_lab.recipes.text import IGNORED, BytePairs
 from tests.draws import draws
 
 PAPERS, RECORDS = claims.load()
@@ -77,7 +80,7 @@ def test_every_paper_has_records_that_can_be_checked_and_some_that_cannot() -> N
 
 def test_every_run_of_every_record_is_a_command_that_can_be_typed(tmp_path: Path) -> None:
     book = Book(tmp_path)
-    sites = [Site(book), Site(book, data="folder", also="--updates 3")]
+    sites = [Site(book), Site(book, data="folder", also="--updates 3 --samples None")]
     words = {
         site.words(record, cell)
         for record in RECORDS.values()
@@ -85,7 +88,8 @@ def test_every_run_of_every_record_is_a_command_that_can_be_typed(tmp_path: Path
         for cell in record.every_cell()
     }
     assert len(words) > 150
-    for one in words:
+    settings = [record.real for record in RECORDS.values() if record.unchecked and record.real]
+    for one in (*words, *(real.format(data="folder", here=claims.HERE) for real in settings)):
         claims.configure(one, seed=3)
 
 
@@ -297,8 +301,33 @@ def test_the_same_command_takes_the_papers_data(tmp_path: Path, monkeypatch: pyt
     for name in (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"):
         pictures = [bytes([draw.randrange(10)]) + draw.randbytes(3072) for _ in range(64)]
         (data / name).write_bytes(b"".join(pictures))
-    words = ["paft.large-bursts", "--data", str(data), "--also", "--scale 0.0001", "--seeds", "1"]
+    few = "--updates 3 --samples None --task.width 0.1 --task.readers 0"
+    words = ["paft.large-bursts", "--data", str(data), "--also", few, "--seeds", "1"]
     run(monkeypatch, *words, "--out", str(tmp_path / "out"))
     made = Book(tmp_path / "out").runs
     assert len(made) == 4
-    assert all(one["error"] is None and one["updates"] >= 4 for one in made)
+    assert all(one["error"] is None and one["updates"] == 3 for one in made)
+
+
+def test_of_prompts_and_padding_no_loss_is_taken_and_of_long_ones_the_ends_beside_the_output_are_kept() -> (
+    None
+):
+    tokens = BytePairs((), 257)
+
+    def read(length: int, *rows: dict[str, str]) -> tuple[list[str], list[str]]:
+        window = Instructions(rows, tokens, length).batch(torch.arange(len(rows)))
+        assert window.predicted == int((window.targets != IGNORED).sum())
+        shown = [
+            [one for one in row.tolist() if one not in (IGNORED, tokens.end)]
+            for side in (window.inputs, window.targets)
+            for row in side
+        ]
+        texts = [tokens.decode(one) for one in shown]
+        return texts[: len(rows)], texts[len(rows) :]
+
+    row = {"instruction": "Add.", "input": "1 2", "output": "3"}
+    inputs, targets = read(200, row, {"instruction": "Hi", "output": "hello"})
+    assert inputs[0] == "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3"
+    assert targets == ["3", "hello"]
+    assert read(9, row) == (["sponse:\n3"], ["3"])
+    assert read(9, {**row, "output": "abcdefgh"}) == (["nse:\nabcd"], ["abcde"])

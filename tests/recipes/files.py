@@ -23,14 +23,6 @@ from stretto_lab.virtual import VirtualCluster, VirtualGroup
 
 STORIES = [f"Story {number}: " + "the cat saw a bird. " * (number % 5 + 1) for number in range(40)]
 """Documents of several lengths, all different."""
-INSTRUCTIONS = [
-    {
-        "instruction": f"Add {number} and 1.",
-        "input": "" if number % 2 else "Be brief.",
-        "output": str(number + 1),
-    }
-    for number in range(24)
-]
 
 
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:

@@ -3,7 +3,6 @@
 import random
 import sys
 import threading
-from functools import partial
 from itertools import islice
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor
 from stretto import Total, errors
 from stretto_lab.recipes.batches import MicroBatches, reshard
 from stretto_lab.recipes.blocks import Packed, Streams
-from stretto_lab.recipes.instructions import read_text
 from stretto_lab.recipes.text import BytePairs
 from tests.draws import draws
 from tests.processes import Command
@@ -165,7 +163,7 @@ class Written:
 
 
 def packed(rank: int, ranks: int) -> Packed:
-    streams = Streams(Written(), partial(read_text, column="text"), BytePairs((), 257))
+    streams = Streams(Written(), "text", BytePairs((), 257))
     return Packed(streams, length=8, size=1, rank=rank, world_size=ranks, seed=SEED)
 
 

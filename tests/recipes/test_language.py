@@ -4,7 +4,6 @@ import importlib
 import itertools
 import json
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,14 @@ from stretto.errors import ConfigError
 from stretto_lab.cli import main
 from stretto_lab.observe import read_json_lines
 from stretto_lab.recipes import Language
-from stretto_lab.recipes.blocks import Packed, Sequences, Streams
+from stretto_lab.recipes.blocks import Packed, Streams
 from stretto_lab.recipes.gpt import Shape, causal_lm
-from stretto_lab.recipes.instructions import read_instruction, read_pair, read_text
-from stretto_lab.recipes.language import Lora, OwnTokens
-from stretto_lab.recipes.optimizers import AdamW
+from stretto_lab.recipes.language import Documents, Lora, OwnTokens
 from stretto_lab.recipes.rows import Heldout, divided, read_rows
 from stretto_lab.recipes.task import Task
 from stretto_lab.recipes.text import IGNORED, BytePairs, FolderTokens, Snippet, Window
 from stretto_lab.train.outcome import check_folder
 from tests.recipes.files import (
-    INSTRUCTIONS,
     STORIES,
     expect_same_bits_after_a_kill,
     parameters,
@@ -43,7 +39,7 @@ ALONE = {"rank": 0, "world_size": 1, "seed": 0}
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same stories in every format, instructions, and a model folder with a tokenizer."""
+    """The same stories in every format, and a model folder with a tokenizer."""
     import datasets
 
     root = tmp_path_factory.mktemp("files")
@@ -52,11 +48,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     datasets.DatasetDict(train=rows, test=rows.select([0])).save_to_disk(str(root / "splits"))
     rows.to_parquet(str(root / "stories.parquet"))
     write_lines(root / "stories.jsonl", [{"text": story} for story in STORIES])
-    write_lines(root / "alpaca.json", INSTRUCTIONS)
-    write_lines(
-        root / "pairs.jsonl",
-        [{"prompt": one["instruction"], "response": one["output"]} for one in INSTRUCTIONS],
-    )
     (root / "folder" / "deep").mkdir(parents=True)
     for number, story in enumerate(STORIES):
         Path(root, "folder", "deep" if number % 2 else "", f"{number:02}.txt").write_text(story)
@@ -127,7 +118,7 @@ def test_an_epoch_of_blocks_is_the_training_documents_and_nothing_that_is_held_o
     assert sorted([*kept, *heldout]) == list(range(40))
     rows = over(files / "stories.jsonl")._sides().train
     assert rows["text"] == [STORIES[index] for index in kept]
-    packed = Packed(Streams(rows, partial(read_text, column="text"), BYTES), length=32, size=1, **ALONE)
+    packed = Packed(Streams(rows, "text", BYTES), length=32, size=1, **ALONE)
     blocks = sum(
         -(-len(STORIES[index]) // 32) for index in kept
     )  # every document is a parcel of its own here
@@ -136,10 +127,9 @@ def test_an_epoch_of_blocks_is_the_training_documents_and_nothing_that_is_held_o
     assert sorted(filter(None, documents)) == sorted(STORIES[index] for index in kept)
 
 
-@pytest.mark.parametrize("pack", [True, False])
-def test_a_loader_resumes_to_the_sample_after_every_micro_batch(files: Path, pack: bool) -> None:
+def test_a_loader_resumes_to_the_sample_after_every_micro_batch(files: Path) -> None:
     def loader() -> Any:
-        return task_over(files / "stories.jsonl", pack=pack, length=24).loader
+        return task_over(files / "stories.jsonl", length=24).loader
 
     whole = list(islice(loader(), 70))
     running = loader()
@@ -151,11 +141,10 @@ def test_a_loader_resumes_to_the_sample_after_every_micro_batch(files: Path, pac
         next(batches)
 
 
-@pytest.mark.parametrize("pack", [True, False])
-def test_two_ranks_read_what_one_rank_reads_without_overlap(files: Path, pack: bool) -> None:
+def test_two_ranks_read_what_one_rank_reads_without_overlap(files: Path) -> None:
     def epoch(rank: int, world_size: int) -> list[str]:
-        loader = over(files / "stories.jsonl", pack=pack, batch=1).build(rank, world_size, 0, None).loader
-        parcels = loader._parcels if isinstance(loader, Packed) else loader
+        loader: Any = over(files / "stories.jsonl", batch=1).build(rank, world_size, 0, None).loader
+        parcels = loader._parcels
         batches = itertools.takewhile(lambda _: parcels.position - world_size < parcels.per_epoch, loader)
         return [text for window in batches for text in texts(window)]
 
@@ -179,63 +168,6 @@ def test_workers_read_ahead_in_the_same_order(files: Path) -> None:
     assert all(torch.equal(one.inputs, other.inputs) for one, other in pairs)
     assert alone.loader.state_dict() == ahead.loader.state_dict()
     assert torch.equal(torch.get_rng_state(), before)  # or a resumed run would draw other dropout
-
-
-def test_of_prompts_and_padding_no_loss_is_taken(files: Path) -> None:
-    rows = read_rows(str(files / "alpaca.json"))
-    window = Sequences(rows, read_instruction, BYTES, 200).batch(torch.arange(24))
-    assert texts(window) == [one["output"] for one in INSTRUCTIONS]
-    assert window.predicted == sum(len(one["output"]) + 1 for one in INSTRUCTIONS)  # and the end of each
-    assert BYTES.decode(window.inputs[0].tolist()).startswith(
-        "### Instruction:\nAdd 0 and 1.\n\n### Input:\nBe brief.\n\n### Response:\n"
-    )
-    task = task_over(files / "alpaca.json", length=64)
-    batch = next(iter(task.loader))
-    plain = task.loss(task.model, batch)
-    changed = batch._replace(targets=batch.targets.clone())
-    changed.targets[batch.targets != IGNORED] = IGNORED
-    assert task.loss(task.model, changed._replace(predicted=0)).value.item() == 0
-    assert (plain.weight, plain.samples) == (float(batch.predicted), 2)
-
-
-def test_of_a_long_prompt_the_end_is_kept_and_of_a_long_answer_the_beginning() -> None:
-    from datasets import Dataset
-
-    def cut(prompt: str, response: str) -> tuple[str, list[str]]:
-        rows = Dataset.from_dict({"prompt": [prompt], "response": [response]})
-        window = Sequences(rows, read_pair, BYTES, 9).batch(torch.tensor([0]))
-        return BYTES.decode(window.inputs[0].tolist()), texts(window)
-
-    assert cut("0123456789", "ab") == ("3456789ab", ["ab"])
-    assert cut("0123456789", "abcdefgh") == ("56789abcd", ["abcde"])
-    assert cut("01", "abcdefghijkl") == ("01abcdefg", ["abcdefgh"])
-    assert cut("", "") == ("", [""])
-
-
-def test_pairs_are_read_as_instructions(files: Path) -> None:
-    window = next(iter(task_over(files / "pairs.jsonl", length=64).loader))
-    assert all(text.isdigit() for text in texts(window))
-
-
-def test_padded_sequences_on_two_ranks_give_the_mean_over_the_tokens_of_one_batch_with_all_of_them(
-    files: Path,
-) -> None:
-    # With eps = 1 a step of AdamW is smooth in the gradient: lr times it, about.
-    task = over(files / "stories.jsonl", pack=False, lr=0.1, adamw=AdamW(eps=1.0))
-    train_virtually(run_over(replace(task, batch=8), "one", micro_batches=1), 1)
-    train_virtually(run_over(task, "two", micro_batches=2), 2)
-    one, two = parameters("one"), parameters("two")
-    start = dict(task.build(0, 1, 0, None).model.named_parameters())
-    for name in start:
-        # Gradients below 1, summed in another order, differ by some 1e-6 in float32; four steps of lr = 0.1 take a
-        # tenth of that each, and each rounds parameters below 2 by 1.2e-7.
-        torch.testing.assert_close(one[name], two[name], rtol=0, atol=4 * (0.1 * 1e-6 + 1.2e-7))
-    assert any(not torch.equal(one[name], value) for name, value in start.items())
-
-
-def test_an_unweighed_mean_would_be_another_one(files: Path) -> None:
-    task = task_over(files / "stories.jsonl", pack=False)
-    assert len({task.loss(task.model, batch).weight for batch in islice(task.loader, 4)}) > 1
 
 
 def test_lora_trains_its_adapters_alone(files: Path) -> None:
@@ -281,7 +213,7 @@ def test_a_run_ends_with_a_folder_that_transformers_reads(files: Path) -> None:
 
 def test_a_tokenizer_is_trained_once_and_then_read_from_the_folder_of_the_run(files: Path) -> None:
     options = over(
-        files / "stories.jsonl", own_tokens=OwnTokens(vocabulary=270), model="gpt2", scale=0.05, length=640
+        files / "stories.jsonl", own_tokens=OwnTokens(vocabulary=270), model="llama-tiny", length=32
     )
     kept = options.kept_in("run")
     assert kept.own_tokens.folder == "run/tokenizer"
@@ -292,7 +224,8 @@ def test_a_tokenizer_is_trained_once_and_then_read_from_the_folder_of_the_run(fi
     text = "the cat saw ünïcödé  \n"
     trained = BytePairs([row["text"].encode() for row in options._sides().train], 270)
     assert again.encode(text.encode()) == trained.encode(text.encode())
-    other = replace(kept, data=str(files / "pairs.jsonl"))  # what it was trained on does not matter any more
+    # What it was trained on does not matter any more.
+    other = replace(kept, data=str(files / "lines.txt"), documents=Documents(unit="line"))
     assert other.build(0, 1, 0, None).model.config.vocab_size == 270
     assert torch.equal(next(iter(kept.build(0, 1, 0, None).loader)).inputs, first.inputs)
     assert replace(options, tokenizer=str(files / "tokens")).kept_in("run").own_tokens.folder is None
@@ -355,15 +288,11 @@ def test_a_model_that_does_not_fit_is_refused(files: Path) -> None:
     model = str(files / "model")
     for settings, named in (
         ({"model": model, "length": 65}, "length 65 is longer than the 64 positions"),
-        ({"model": model, "scale": 0.5}, "scale 0.5 shrinks a named size"),
         ({"model": model, "tokenizer": "larger"}, "270 tokens and .* knows 257"),
         ({"tokenizer": str(files / "saved")}, "holds no tokenizer that can be read"),
     ):
         with pytest.raises(ConfigError, match=named):
             task_over(files / "stories.jsonl", **settings)
-    for settings, named in (({"scale": 1.5}, "scale must be above 0 and at most 1"),):
-        with pytest.raises(ConfigError, match=named):
-            Language(**settings)
     with pytest.raises(ConfigError, match="vocabulary must be at least 257"):
         OwnTokens(vocabulary=256)
     with pytest.raises(ConfigError, match="share must be between 0 and 1"):
@@ -373,7 +302,7 @@ def test_a_model_that_does_not_fit_is_refused(files: Path) -> None:
 def test_the_command_line_trains_with_a_reader_and_keeps_the_tokenizer_for_a_resume(
     files: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--task.data", str(files / "stories.jsonl"), "--task.model", "gpt2", "--task.scale", "0.1"]
+    words = ["--task.data", str(files / "stories.jsonl"), "--task.model", "llama-tiny"]
     few = [
         "--workers",
         "1",

@@ -53,19 +53,9 @@ def test_muon_steps_the_matrices_of_blocks_and_adamw_everything_else(architectur
     assert [group["lr"] for group in (*muon.param_groups, decayed, plain)] == [0.1] * 3
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (
-            "language --task.optimizer muon --task.lora-rank 4",
-            "--task.optimizer muon with --task.lora-rank 4: ",
-        ),
-        ("images --task.optimizer muon", "--task.optimizer muon: expected one of sgd, adamw, adafactor"),
-    ],
-)
-def test_what_cannot_be_trained_so_is_refused_in_one_line(words: str, named: str) -> None:
-    message = refusal(words)
-    assert named in message
+def test_adapters_of_lora_are_refused_by_muon_in_one_line() -> None:
+    message = refusal("language --task.optimizer muon --task.lora-rank 4")
+    assert "--task.optimizer muon with --task.lora-rank 4: " in message
     assert "\n" not in message
 
 

@@ -3,7 +3,7 @@
 import copy
 import re
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from stretto_lab.recipes.batches import MicroBatches, reshard
 from stretto_lab.recipes.blocks import Packed, Streams
 from stretto_lab.recipes.corpus import Text
 from stretto_lab.recipes.digits_resnet import DigitsResNet
-from stretto_lab.recipes.instructions import read_text
 from stretto_lab.recipes.stdlib_gpt import StdlibGPT
 from stretto_lab.recipes.task import TaskConfig
 from stretto_lab.recipes.text import BytePairs
@@ -95,7 +94,7 @@ class TestPackedLoader(LoaderConformance):
     reshards = True
 
     def make_loader(self, rank: int, world_size: int) -> Packed:
-        streams = Streams(Documents(), partial(read_text, column="text"), BYTES)
+        streams = Streams(Documents(), "text", BYTES)
         return Packed(streams, length=8, size=1, rank=rank, world_size=world_size, seed=5)
 
     def samples_of(self, batch: Any) -> list[str]:

@@ -78,7 +78,7 @@ def test_the_language_recipe_trains_on_shards_and_publishes_what_it_has_trained(
     Path("stories").mkdir()
     Path("stories", "one.txt").write_text("Once there was a shard. It was part of a whole.\n" * 40)
     (typed,) = code_blocks(DOCS / "sharded.md", "tests/train/test_shards.py")
-    shorter = "--task.documents.unit line --task.readers 0 --task.length 16 --task.scale 0.2 --updates 3"
+    shorter = "--task.documents.unit line --task.readers 0 --task.length 16 --updates 3"
     command = [
         *typed.replace("\\\n", " ").split()[1:],
         *shorter.split(),

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any
 
 from stretto.errors import ConfigError, StrettoError, UnknownName
-from stretto.fields import unknown_name
 from stretto.terminal import printable
 from stretto_lab.campaign import CampaignConfig, repeat_fault, run_campaign, small
 from stretto_lab.cli.auto import (
@@ -22,7 +21,7 @@ from stretto_lab.cli.auto import (
 )
 from stretto_lab.cli.environment import find_ranks, is_joined
 from stretto_lab.cli.estimate import print_estimate
-from stretto_lab.cli.help import COMMANDS, HELP, HELP_ALL, command_help, first_clause
+from stretto_lab.cli.help import COMMANDS, HELP_ALL, command_help, first_clause
 from stretto_lab.cli.options import (
     TASK,
     going_on,
@@ -30,15 +29,11 @@ from stretto_lab.cli.options import (
     options_of,
     parse_alone,
     parse_options,
-    parse_start,
-    started,
 )
-from stretto_lab.cli.presets import PRESETS, PresetList
 from stretto_lab.cli.run_folder import check_recipe, command_of, run_folder
 from stretto_lab.cli.screens import (
     print_diagnosis,
     print_plan,
-    print_preset,
     print_run,
     print_simulation,
 )
@@ -72,7 +67,6 @@ CONFIGURE: Mapping[str, Callable[[TaskConfig], Any]] = MappingProxyType(
         "estimate": lambda _: EstimateConfig(),
         "campaign": lambda task: CampaignConfig(task=small(task)),
         "meet": lambda _: MeetConfig(),
-        "presets": lambda _: PresetList(),
     }
 )
 """What makes the configuration of each command from a recipe's."""
@@ -95,7 +89,6 @@ def run_command(name: str, words: Sequence[str]) -> int:
         "estimate": print_estimate,
         "campaign": campaign_command,
         "meet": lambda words: meet(parse_alone("meet", words, MeetConfig()), _print_line),
-        "presets": presets_command,
     }
     return commands[name](words) or 0
 
@@ -105,12 +98,7 @@ def help_of(name: str, words: Sequence[str]) -> str:
     takes_recipe = "RECIPE" in COMMANDS[name].takes
     named = words[0] if takes_recipe and not words[0].startswith("-") else None
     config = CONFIGURE[name](recipe(named or CAMPAIGN_RECIPE))
-    options = list(options_of(config))
-    if takes_recipe:
-        asked = [word for word in words[1:] if word not in (*HELP, HELP_ALL)]
-        start, _ = parse_start(name, asked if named else ())
-        options = [*options_of(start), *options_of(started(config, named or "", start))]
-    return command_help(name, _described_recipes(), options, named, whole=HELP_ALL in words)
+    return command_help(name, _described_recipes(), list(options_of(config)), named, whole=HELP_ALL in words)
 
 
 def _described_recipes() -> dict[str, str]:
@@ -330,16 +318,3 @@ def _repeat(campaign: CampaignConfig[TaskConfig], number: int) -> int:
     for line in judgement.story.splitlines():
         _print_line(line)
     return 0 if judgement.violation is None else BROKEN
-
-
-def presets_command(words: Sequence[str]) -> None:
-    """List the settings of the papers, or explain one."""
-    asked = parse_alone("presets", words, PresetList())
-    if asked.name is None:
-        width = max(map(len, PRESETS))
-        for name, preset in PRESETS.items():
-            print(fold(f"{name:{width}}  {preset.recipe:8}  {preset.summary}", indent=width + 12))
-        return
-    if asked.name not in PRESETS:
-        raise unknown_name("no preset is called", asked.name, PRESETS)
-    print_preset(asked.name, PRESETS[asked.name])

@@ -38,7 +38,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             summary="train a recipe on local workers, or as a rank of torchrun",
             takes="RECIPE",
             basic=(
-                "preset", "strategy", "workers", "updates", "to-loss", "micro-batches", "wire", "link", "echo",
+                "strategy", "workers", "updates", "to-loss", "micro-batches", "wire", "link", "echo",
                 "guards", "run-dir", "resume",
             ),
         ),
@@ -92,11 +92,6 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             summary="host the store of jobs that survive the loss of ranks",
             takes="",
             basic=("host", "port"),
-        ),
-        "presets": Command(
-            summary="list the settings of the papers, for --preset",
-            takes="",
-            basic=("name",),
         ),
     }
 )  # fmt: skip

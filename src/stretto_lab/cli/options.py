@@ -14,10 +14,9 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 from stretto.engine import Clock
 from stretto.errors import ConfigError, UnknownName
-from stretto.fields import did_you_mean, field_types, read_value, unknown_name
+from stretto.fields import did_you_mean, field_types, read_value
 from stretto.noise import Noise, parse_noise
 from stretto.strategies import STRATEGIES
-from stretto_lab.cli.presets import PRESETS, Start
 from stretto_lab.faults import Fault, faults_text, parse_faults
 from stretto_lab.recipes import RECIPES, recipe
 from stretto_lab.train.arms import parse_clock, parse_learning_rates, split_list
@@ -100,64 +99,26 @@ def parse_options(
         raise UnknownName(
             f"{command} needs a recipe first: {', '.join(RECIPES)}, or your own as FILE.py:FUNCTION"
         )
-    name, *rest = words
-    start, options = parse_start(f"{command} {name}", rest)
-    default = started(configure(recipe(name)), name, start)
-    return name, parse_alone(f"{command} {name}", options, default, [one.name for one in options_of(start)])
+    name, *options = words
+    return name, parse_alone(f"{command} {name}", options, configure(recipe(name)))
 
 
-def parse_start(command: str, words: Sequence[str]) -> tuple[Start, list[str]]:
-    """Return where the defaults come from, and the words that say something else."""
-    values, others = _values(command, words, {option.name: option for option in options_of(Start())})
-    return _changed(Start(), values), others
-
-
-def started(config: ConfigT, recipe: str, start: Start) -> ConfigT:
-    """Return a command's configuration with the settings of a preset, and shrunk.
-
-    Args:
-        config: Of a recipe, with its defaults. What a preset sets for other commands is left out.
-        recipe: Its name.
-        start: The preset, and how much is shrunk.
-
-    Raises:
-        UnknownName: There is no such preset.
-        ConfigError: It is of another recipe, or the recipe cannot be shrunk.
-    """
-    values: dict[str, Any] = {}
-    if start.preset is not None:
-        if start.preset not in PRESETS:
-            raise unknown_name("no preset is called", start.preset, PRESETS)
-        preset = PRESETS[start.preset]
-        if preset.recipe != recipe:
-            raise ConfigError(f"--preset {start.preset} is of the recipe {preset.recipe}, not of {recipe}")
-        values.update((name, setting.value) for name, setting in preset.settings.items())
-        values |= {name: max(1, round(values[name] * start.scale)) for name in _LENGTHS if name in values}
-    if start.scale != 1:
-        values["--task.scale"] = start.scale
-        if "--task.scale" not in {option.name for option in options_of(config)}:
-            raise ConfigError(
-                f"--scale {start.scale:g}: {recipe} has no --task.scale, only recipes over files have"
-            )
-    changed: ConfigT = _changed(config, values)
-    return changed
-
-
-def parse_alone(command: str, words: Sequence[str], default: ConfigT, others: Sequence[str] = ()) -> ConfigT:
+def parse_alone(command: str, words: Sequence[str], default: ConfigT) -> ConfigT:
     """Read the options of a command without a recipe; the errors are those of `parse_options`.
 
     Args:
         command: Its name, for messages.
         words: What follows it.
         default: Its configuration.
-        others: Options that it has beside those of its configuration, for messages.
     """
     options = {option.name: option for option in options_of(default)}
     values, unknown = _values(command, words, options)
     if unknown:
-        known = [*options, *others, *(option.off for option in options.values() if option.is_switch)]
+        known = [*options, *(option.off for option in options.values() if option.is_switch)]
         raise _unknown_word(command, unknown[0], words, known)
-    is_long = any(name in values for name in _LENGTHS)  # a length that is given takes the place of a preset's
+    is_long = any(
+        name in values for name in _LENGTHS
+    )  # a length that is given takes the place of the default
     others_lengths = {name: None for name in _LENGTHS if is_long and name in options}
     changed: ConfigT = _changed(default, {**others_lengths, **values})
     return changed

@@ -12,7 +12,6 @@ from stretto.flat import ALIGNMENT
 from stretto.groups import Link
 from stretto.strategies import ACCO
 from stretto_lab.cli.options import shown
-from stretto_lab.cli.presets import Preset
 from stretto_lab.cli.run_folder import resume_command
 from stretto_lab.evidence import OF_WIRES, of_strategy
 from stretto_lab.patience import fold, waiting
@@ -289,23 +288,3 @@ def _rate(link: Link) -> str:
     if link.bits_per_second is None:
         return "free"
     return f"{link.bits_per_second / 1e6:,.0f} Mbit/s and {1e3 * link.latency_seconds:,.2f} ms"
-
-
-_VALUE = 30
-"""Width of the column of a preset's values."""
-
-
-def print_preset(name: str, preset: Preset) -> None:
-    """Print what a preset sets, and where each figure is from."""
-    print(preset.summary)
-    print(f"stretto train {preset.recipe} --preset {name} --task.data PATH\n")
-    sources = list(dict.fromkeys(source for _, source in preset.settings.values()))
-    for option, (value, source) in preset.settings.items():
-        text = shown(value) if len(shown(value)) <= _VALUE else shown(value).replace(",", ", ")
-        line = f"  {option:28} {text:{_VALUE}} [{sources.index(source) + 1}]"
-        print(fold(line, indent=31))
-    print()
-    for number, source in enumerate(sources, start=1):
-        print(fold(f"  [{number}] {source}", indent=6))
-    if preset.note:
-        print(f"\n{fold(preset.note)}")

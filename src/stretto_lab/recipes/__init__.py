@@ -5,7 +5,6 @@ from collections.abc import Callable
 from stretto.fields import unknown_name
 from stretto_lab.recipes.batches import MicroBatches, reshard
 from stretto_lab.recipes.digits_resnet import DigitsResNet
-from stretto_lab.recipes.images import ImageClassification
 from stretto_lab.recipes.language import Language
 from stretto_lab.recipes.own import absolute, digest, names_own, own_recipe
 from stretto_lab.recipes.stdlib_gpt import StdlibGPT
@@ -15,7 +14,6 @@ RECIPES: dict[str, Callable[[], TaskConfig]] = {
     "stdlib-gpt": StdlibGPT,
     "digits-resnet": DigitsResNet,
     "language": Language,
-    "images": ImageClassification,
 }
 """From the name on the command line to the recipe: what it returns are the default options."""
 
@@ -40,7 +38,6 @@ def recipe(name: str) -> TaskConfig:
 __all__ = [
     "RECIPES",
     "DigitsResNet",
-    "ImageClassification",
     "Language",
     "Loss",
     "MicroBatches",

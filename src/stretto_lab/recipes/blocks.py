@@ -1,4 +1,4 @@
-"""Documents as blocks of tokens: packed one after the other, or each in a sequence of its own, padded.
+"""Documents as blocks of tokens, packed one after the other.
 
 Packing needs the lengths of documents, which only the tokenizer knows. So the global order is one of *parcels*,
 consecutive runs of documents. A parcel is tokenised as a whole, in a worker, and cut into blocks; its last block is
@@ -16,17 +16,10 @@ from torch.nn import functional
 
 from stretto import errors
 from stretto_lab.recipes.batches import MicroBatches
-from stretto_lab.recipes.instructions import Reading, Row, Turn
-from stretto_lab.recipes.text import IGNORED, Tokens, Window, Windows
+from stretto_lab.recipes.text import Tokens, Window, Windows
 
 PARCELS, PARCEL = 64, 64
 """A parcel has at most `PARCEL` documents, and fewer where an epoch would have less than `PARCELS` of them."""
-
-
-def rows_of(rows: Any, indices: Tensor) -> list[Row]:
-    """Return the rows with these indices."""
-    columns = rows[indices.tolist()]
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +28,8 @@ class Streams:
 
     rows: Any
     """Of `datasets`."""
-    reading: Reading
-    """How a row becomes text; the prompt is empty."""
+    column: str
+    """That of the text; one that is missing is empty."""
     tokens: Tokens
     """The tokenizer."""
 
@@ -45,49 +38,8 @@ class Streams:
 
     def batch(self, indices: Tensor) -> Tensor:
         """Return the tokens of the documents `indices`, the end after each."""
-        texts = (self.reading(row).response for row in rows_of(self.rows, indices))
-        return self.tokens.stream([text.encode() for text in texts])
-
-
-@dataclass(frozen=True, slots=True)
-class Sequences:
-    """Documents or instructions by index; a micro-batch is as long as its longest one."""
-
-    rows: Any
-    """Of `datasets`."""
-    reading: Reading
-    """How a row becomes text."""
-    tokens: Tokens
-    """The tokenizer."""
-    length: int
-    """Most tokens of one; of what is longer, first the prompt is cut down to a half, and then the response."""
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def batch(self, indices: Tensor) -> Window:
-        """Return the rows `indices`, padded at their ends; of prompts and padding no loss is taken.
-
-        Padding needs no mask of attention: it stands behind all that a causal model reads to predict a token.
-        """
-        ends = self.tokens.end
-        pairs = [self._pair(self.reading(row)) for row in rows_of(self.rows, indices)]
-        longest = max(1, *(len(inputs) for inputs, _ in pairs))  # all may be empty
-        inputs, targets = (
-            torch.stack([functional.pad(row, (0, longest - len(row)), value=filler) for row in side])
-            for side, filler in zip(zip(*pairs, strict=True), (ends, IGNORED), strict=True)
-        )
-        return Window(inputs, targets, int((targets != IGNORED).sum()))
-
-    def _pair(self, turn: Turn) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets; of a prompt its end is kept, which stands beside the response."""
-        response = [*self.tokens.encode(turn.response.encode()), self.tokens.end]
-        room = max(self.length + 1 - len(response), (self.length + 1) // 2)
-        prompt = self.tokens.encode(turn.prompt.encode())[-room:]
-        kept = torch.tensor([*prompt, *response][: self.length + 1])
-        targets = kept[1:].clone()
-        targets[: max(0, len(prompt) - 1)] = IGNORED
-        return kept[:-1], targets
+        texts = self.rows[indices.tolist()][self.column]
+        return self.tokens.stream([(text or "").encode() for text in texts])
 
 
 class Packed:

@@ -11,7 +11,6 @@ from stretto import errors
 from stretto_lab.recipes.task import extra
 
 Architecture = Literal["gpt2", "llama"]
-Family = Literal["gpt2", "gpt_neo", "llama"]
 Size = Literal["0.1m", "0.2m", "0.5m", "1m", "2m", "5m", "10m", "20m", "50m", "100m"]
 
 
@@ -21,15 +20,6 @@ class Shape(NamedTuple):
     layers: int
     width: int
     heads: int
-
-    def scaled(self, scale: float) -> "Shape":
-        """Return about `scale` times as many layers, heads and width; heads stay of even width."""
-        heads = max(1, round(self.heads * scale))
-        return Shape(
-            max(1, round(self.layers * scale)),
-            heads * 2 * max(1, round(self.width * scale / heads / 2)),
-            heads,
-        )
 
 
 SHAPES: dict[Size, Shape] = {
@@ -48,32 +38,26 @@ SHAPES: dict[Size, Shape] = {
 }
 
 
-_NONE: Mapping[str, Any] = MappingProxyType({})
-
-
 def causal_lm(
-    architecture: Family,
+    architecture: Architecture,
     shape: Shape,
     *,
     vocabulary: int,
     context: int,
     dtype: torch.dtype,
     seed: int,
-    settings: Mapping[str, Any] = _NONE,
 ) -> nn.Module:
     """Return a causal language model: int64 tokens (sequences, at most `context`) in, an output with `logits` out.
 
     Input and output embeddings are one parameter. There is no dropout, and no key-value cache.
 
     Args:
-        architecture: GPT-2 (learned positions, LayerNorm, GELU), GPT-Neo (the same with every other attention over
-            the last 256 tokens alone) or Llama (rotary positions, RMSNorm, SwiGLU).
+        architecture: GPT-2 (learned positions, LayerNorm, GELU) or Llama (rotary positions, RMSNorm, SwiGLU).
         shape: Layers, width and heads.
         vocabulary: Number of tokens.
         context: Longest input.
         dtype: Of the parameters.
         seed: Decides the initial parameters; the random state of the caller is left as it was.
-        settings: Of the configuration, in the words of `transformers`; they win.
 
     Raises:
         ConfigError: The heads do not divide the width.
@@ -96,7 +80,7 @@ def causal_lm(
     }
     dimensions = _DIMENSIONS[architecture](shape, context)
     return from_config(
-        transformers.AutoConfig.for_model(architecture, **{**usual, **dimensions, **settings}), dtype, seed
+        transformers.AutoConfig.for_model(architecture, **{**usual, **dimensions}), dtype, seed
     )
 
 
@@ -149,22 +133,6 @@ def _llama(shape: Shape, context: int) -> dict[str, Any]:
     }
 
 
-def _gpt_neo(shape: Shape, context: int) -> dict[str, Any]:
-    pairs, last = divmod(shape.layers, 2)
-    return {
-        "max_position_embeddings": context,
-        "hidden_size": shape.width,
-        "num_layers": shape.layers,
-        "num_heads": shape.heads,
-        "attention_types": [[["global", "local"], pairs], [["global"], last]],
-        "window_size": 256,
-        "resid_dropout": 0.0,
-        "embed_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "activation_function": "gelu_pytorch_tanh",
-    }
-
-
-_DIMENSIONS: Mapping[Family, Callable[[Shape, int], dict[str, Any]]] = MappingProxyType(
-    {"gpt2": _gpt2, "gpt_neo": _gpt_neo, "llama": _llama}
+_DIMENSIONS: Mapping[Architecture, Callable[[Shape, int], dict[str, Any]]] = MappingProxyType(
+    {"gpt2": _gpt2, "llama": _llama}
 )

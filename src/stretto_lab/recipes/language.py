@@ -1,4 +1,4 @@
-"""The recipe `language`: a causal language model on local text or instructions, from nothing or from a model folder."""
+"""The recipe `language`: a causal language model on local text, from nothing or from a model folder."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,9 +12,7 @@ import torch
 from stretto import errors
 from stretto.disk import replace_folder
 from stretto.fields import check_at_least, check_fields
-from stretto_lab.recipes.batches import MicroBatches
-from stretto_lab.recipes.blocks import Packed, Sequences, Streams, blocks_of
-from stretto_lab.recipes.instructions import READINGS, Reading, read_text
+from stretto_lab.recipes.blocks import Packed, Streams, blocks_of
 from stretto_lab.recipes.language_models import check_model, language_model, tokenizer_of, with_lora
 from stretto_lab.recipes.optimizers import (
     Adafactor,
@@ -26,8 +24,8 @@ from stretto_lab.recipes.optimizers import (
 )
 from stretto_lab.recipes.rows import Heldout, Sides, Unit, check_column, read_sides
 from stretto_lab.recipes.stdlib_gpt import next_token_loss
-from stretto_lab.recipes.task import ResumableLoader, Task, extra, mean_loss
-from stretto_lab.recipes.text import BytePairs, FolderTokens, Snippet, Window
+from stretto_lab.recipes.task import Task, extra, mean_loss
+from stretto_lab.recipes.text import BytePairs, FolderTokens, Snippet, Tokens, Window
 
 BYTES = 257
 """Tokens of a BPE that has learned nothing: the bytes, and the end of a document."""
@@ -43,8 +41,7 @@ class Documents:
     """In text files: a file, a paragraph (up to an empty line) or a line; in other formats it is a row."""
 
     column: str = "text"
-    """Column of the rows that holds the text; without it, rows of prompt and response, or of instruction, input and
-    output, are instructions."""
+    """Column of the rows that holds the text."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -83,14 +80,14 @@ class Lora:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Language:
-    """A causal language model on your own text or instructions; pre-training, fine-tuning, LoRA, with no download."""
+    """A causal language model on your own text; pre-training, fine-tuning, LoRA, with no download."""
 
     loss_unit: ClassVar[str] = "nats per token"
     """Of its losses."""
 
     model: str = "gpt2"
-    """Folder, config.json or a size; a folder brings parameters, the others begin with new ones. Sizes are gpt2,
-    gpt-neo-36m, gpt-neo-125m, gpt-neo-2.7b, llama-tiny and llama-2-7b."""
+    """Folder, config.json or a size; a folder brings parameters, the others begin with new ones. Sizes are gpt2 and
+    llama-tiny."""
 
     data: str | None = None
     """File or folder of text, JSON lines or Parquet; or what save_to_disk of datasets has written. The endings of files
@@ -102,11 +99,8 @@ class Language:
     length: int = 256
     """Tokens the model reads at once."""
 
-    pack: bool = True
-    """Cut documents in a row into blocks; otherwise each is padded or cut off by itself, as instructions always are."""
-
     batch: int = 8
-    """Blocks or padded documents per micro-batch."""
+    """Blocks per micro-batch."""
 
     lora_rank: int | None = None
     """Rank of LoRA's adapters, which alone are trained; None trains the whole model."""
@@ -119,9 +113,6 @@ class Language:
 
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of parameters and activations."""
-
-    scale: float = 1.0
-    """Factor to rehearse with; on layers, width, heads, length and documents, above 0 and at most 1."""
 
     readers: int = 1
     """Processes per rank that read and tokenise ahead; 0 does it in the loop."""
@@ -156,8 +147,6 @@ class Language:
     def __post_init__(self) -> None:
         check_fields(self)
         check_at_least(self, length=2, batch=1, lora_rank=1, lr=0, readers=0)
-        if not 0 < self.scale <= 1:
-            raise errors.ConfigError(f"scale must be above 0 and at most 1, found {self.scale}")
         if self.optimizer == "muon" and self.lora_rank is not None:
             raise errors.ConfigError(
                 f"optimizer=muon with lora_rank={self.lora_rank}: muon makes steps of whole matrices orthogonal, and "
@@ -166,16 +155,15 @@ class Language:
 
     @property
     def tokens_per_sample(self) -> int:
-        """Tokens of a block or padded document."""
-        return max(2, round(self.length * self.scale))
+        """Tokens of a block."""
+        return self.length
 
     def check(self) -> None:
         """Raise where files are missing or wrong, before there are workers; see `OverFiles`."""
         check_model(self.model)
         if self.tokenizer is not None and not Path(self.tokenizer).is_dir():
             raise errors.ConfigError(f"tokenizer {self.tokenizer} is not a folder")
-        for side in self._sides():
-            self._reading(side)
+        self._sides()
 
     def kept_in(self, folder: str) -> "Language":
         """Return the same with the tokenizer that is made here kept in a run's folder; see `OverFiles`."""
@@ -187,14 +175,11 @@ class Language:
     def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
         """Build the task of one rank; arguments and errors are those of `TaskConfig.build`."""
         train, heldout = self._sides()
-        reading = self._reading(train)
-        tokens = self._tokens(train, reading, rank)
-        length = self.tokens_per_sample
+        tokens = self._tokens(train, rank)
         model = language_model(
             self.model,
             vocabulary=tokens.vocabulary,
-            length=length,
-            scale=self.scale,
+            length=self.length,
             dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype],
             seed=seed,
         )
@@ -202,18 +187,7 @@ class Language:
             alpha = 2.0 * self.lora_rank if self.lora.alpha is None else self.lora.alpha
             model = with_lora(model, self.lora_rank, alpha, self.lora.dropout, seed)
         optimizer = language_optimizer(self, model, usual_lr=0.0006)
-        share = {"rank": rank, "world_size": world_size, "seed": seed, "workers": self.readers}
-        evaluated = Sequences(heldout, self._reading(heldout), tokens, length)
-        loader: ResumableLoader[Window]
-        if self._is_packed(reading):
-            documents = Streams(train, reading, tokens)
-            loader = Packed(documents, length=length, size=self.batch, **share)
-            batches = self._blocks(evaluated)
-        else:
-            sequences = Sequences(train, reading, tokens, length)
-            loader = MicroBatches(sequences, min(self.batch, len(sequences)), **share)
-            kept = torch.arange(min(len(evaluated), self.heldout.samples))
-            batches = [evaluated.batch(indices) for indices in kept.split(self.batch)]
+        batches = self._blocks(heldout, tokens)
         if not any(batch.predicted for batch in batches):
             raise errors.ConfigError(
                 f"the held-out side of {self.data} is empty: there is nothing to predict"
@@ -223,32 +197,31 @@ class Language:
             model=model,
             optimizer=optimizer,
             scheduler=self.schedule.build(optimizer, updates),
-            loader=loader,
+            loader=Packed(
+                Streams(train, self.documents.column, tokens),
+                length=self.length,
+                size=self.batch,
+                rank=rank,
+                world_size=world_size,
+                seed=seed,
+                workers=self.readers,
+            ),
             loss=loss,
             evaluate=partial(mean_loss, batches=batches, loss=loss),
-            sample=partial(self.sample.write, tokens=tokens, context=length),
+            sample=partial(self.sample.write, tokens=tokens, context=self.length),
             publish=partial(_publish, model, tokens),
         )
 
     def _sides(self) -> Sides:
-        return read_sides(self.data, self.heldout, self.documents.unit, self.scale)
-
-    def _reading(self, rows: Any) -> Reading:
-        """Return how the rows become text, by the columns that they have."""
-        column = self.documents.column
-        for columns, reading in READINGS.items():
-            if column not in rows.column_names and set(columns) <= set(rows.column_names):
-                return reading
-        check_column(rows, str(self.data), column)
-        return partial(read_text, column=column)
-
-    def _is_packed(self, reading: Reading) -> bool:
-        return self.pack and reading not in READINGS.values()
+        sides = read_sides(self.data, self.heldout, self.documents.unit)
+        for rows in sides:
+            check_column(rows, str(self.data), self.documents.column)
+        return sides
 
     def _given_tokenizer(self) -> str | None:
         return self.tokenizer or tokenizer_of(self.model)
 
-    def _tokens(self, rows: Any, reading: Reading, rank: int) -> BytePairs | FolderTokens:
+    def _tokens(self, rows: Any, rank: int) -> BytePairs | FolderTokens:
         """Return the tokenizer; where one is made, rank 0 writes it."""
         given = self._given_tokenizer()
         if given is not None:
@@ -256,30 +229,31 @@ class Language:
         own = self.own_tokens
         if own.folder is not None and Path(own.folder).is_dir():
             return FolderTokens(own.folder)
-        made = BytePairs(self._texts(rows, reading) if own.vocabulary > BYTES else (), own.vocabulary)
+        made = BytePairs(self._texts(rows) if own.vocabulary > BYTES else (), own.vocabulary)
         if own.folder is not None and rank == 0:
             replace_folder(Path(own.folder), made.write)
         return made
 
-    def _texts(self, rows: Any, reading: Reading) -> list[bytes]:
+    def _texts(self, rows: Any) -> list[bytes]:
         """Return the text that a BPE is trained on, the first rows."""
         size, texts = 0, []
-        for turn in map(reading, rows):
-            texts += [part.encode() for part in turn if part]
-            size += sum(map(len, turn))
+        for row in rows:
+            text = row[self.documents.column] or ""
+            texts.append(text.encode())
+            size += len(text)
             if size >= TRAINED_ON:
                 break
         return texts
 
-    def _blocks(self, heldout: Sequences) -> list[Window]:
+    def _blocks(self, heldout: Any, tokens: Tokens) -> list[Window]:
         """Return the first held-out documents, in a row and cut into blocks."""
-        needed = self.heldout.samples * heldout.length + 1
+        needed = self.heldout.samples * self.length + 1
         stream: list[int] = []
-        for row in heldout.rows:
-            stream += [*heldout.tokens.encode(heldout.reading(row).response.encode()), heldout.tokens.end]
+        for row in heldout:
+            stream += [*tokens.encode((row[self.documents.column] or "").encode()), tokens.end]
             if len(stream) >= needed:
                 break
-        windows = blocks_of(torch.tensor(stream[:needed]), heldout.length, heldout.tokens.end)
+        windows = blocks_of(torch.tensor(stream[:needed]), self.length, tokens.end)
         return [windows.batch(indices) for indices in torch.arange(len(windows)).split(self.batch)]
 
 

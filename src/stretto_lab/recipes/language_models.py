@@ -16,40 +16,26 @@ from torch import nn
 
 from stretto import errors
 from stretto.fields import unknown_name
-from stretto_lab.recipes.gpt import Family, Shape, causal_lm, from_config, in_dtype
+from stretto_lab.recipes.gpt import Architecture, Shape, causal_lm, from_config, in_dtype
 from stretto_lab.recipes.task import extra
 
 
 class NamedShape(NamedTuple):
     """The shape of a model that people know by its name."""
 
-    family: Family
-    """Architecture."""
+    family: Architecture
     shape: Shape
-    """Layers, width and heads."""
     context: int
     """Positions that it can read."""
-    settings: Mapping[str, Any] = MappingProxyType({})
-    """Where it differs from what its family has here."""
 
 
 SIZES: Mapping[str, NamedShape] = MappingProxyType(
     {
-        "gpt2": NamedShape(family="gpt2", shape=Shape(12, 768, 12), context=1024),
-        # No paper gives the shape of 36 million: this one has 35.7 with the tokens of GPT-2.
-        "gpt-neo-36m": NamedShape(family="gpt_neo", shape=Shape(9, 384, 6), context=1024),
-        "gpt-neo-125m": NamedShape(family="gpt_neo", shape=Shape(12, 768, 12), context=2048),
-        "gpt-neo-2.7b": NamedShape(family="gpt_neo", shape=Shape(32, 2560, 20), context=2048),
-        "llama-tiny": NamedShape(family="llama", shape=Shape(6, 256, 4), context=1024),
-        "llama-2-7b": NamedShape(
-            family="llama",
-            shape=Shape(32, 4096, 32),
-            context=4096,
-            settings=MappingProxyType({"intermediate_size": 11008, "tie_word_embeddings": False}),
-        ),
+        "gpt2": NamedShape("gpt2", Shape(12, 768, 12), context=1024),
+        "llama-tiny": NamedShape("llama", Shape(6, 256, 4), context=1024),
     }
 )
-"""The models of the papers, and a small Llama. The number of tokens is the tokenizer's."""
+"""The number of tokens is the tokenizer's."""
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -87,16 +73,13 @@ def tokenizer_of(name: str) -> str | None:
     return name if any(Path(name, file).is_file() for file in TOKENIZERS) else None
 
 
-def language_model(
-    name: str, *, vocabulary: int, length: int, scale: float, dtype: torch.dtype, seed: int
-) -> nn.Module:
+def language_model(name: str, *, vocabulary: int, length: int, dtype: torch.dtype, seed: int) -> nn.Module:
     """Return a causal language model.
 
     Args:
         name: A folder, a configuration or a size.
         vocabulary: Tokens of the tokenizer.
         length: Longest input.
-        scale: Factor on layers, width and heads of a size.
         dtype: Of the parameters.
         seed: Decides new parameters; the random state of the caller is left as it was.
 
@@ -107,18 +90,14 @@ def language_model(
     check_model(name)
     if name in SIZES:
         size = SIZES[name]
-        scaled = {key: value for key, value in size.settings.items() if scale == 1 or not is_width(key)}
         model = causal_lm(
             size.family,
-            size.shape if scale == 1 else size.shape.scaled(scale),
+            size.shape,
             vocabulary=vocabulary,
             context=size.context,
             dtype=dtype,
             seed=seed,
-            settings=scaled,
         )
-    elif scale != 1:
-        raise errors.ConfigError(f"scale {scale:g} shrinks a named size, not {name}: expected scale 1")
     else:
         model = _read(name, dtype, seed)
     config: Any = model.config
@@ -132,11 +111,6 @@ def language_model(
             f"the tokenizer has {vocabulary} tokens and {name} knows {config.vocab_size}: expected the model's own"
         )
     return model
-
-
-def is_width(setting: str) -> bool:
-    """Return whether a setting of a configuration has to shrink with the model, and so is left to its family."""
-    return setting.endswith("_size")
 
 
 def _read(name: str, dtype: torch.dtype, seed: int) -> nn.Module:

@@ -41,7 +41,7 @@ class Heldout:
     """That share, between 0 and 1. Which samples it is does not depend on the run's seed."""
 
     samples: int = 256
-    """Blocks, documents or pictures that an evaluation reads, at most; the first ones."""
+    """Blocks that an evaluation reads, at most; the first ones."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -164,14 +164,13 @@ def divided(count: int, share: float, seed: int = 0) -> tuple[np.ndarray, np.nda
     return np.sort(order[heldout:]), np.sort(order[:heldout])
 
 
-def read_sides(place: str | None, heldout: Heldout, unit: Unit, limit: float) -> Sides:
+def read_sides(place: str | None, heldout: Heldout, unit: Unit) -> Sides:
     """Return the rows to train on and those held out.
 
     Args:
         place: Where the rows are, as `read_rows` takes it.
         heldout: What is held out.
         unit: What a row is where the files are text.
-        limit: Share of the rows to use at all, the first ones; 1 for all.
 
     Raises:
         ConfigError: They cannot be read, or are too few.
@@ -179,7 +178,6 @@ def read_sides(place: str | None, heldout: Heldout, unit: Unit, limit: float) ->
     if place is None:
         raise errors.ConfigError("data is missing: name a file or a folder")
     rows = read_rows(place, unit)
-    rows = rows.select(range(max(min(2, len(rows)), round(len(rows) * limit))))
     if heldout.data is not None:
         return Sides(rows, read_rows(heldout.data, unit))
     kept, left_out = divided(len(rows), heldout.share)
