@@ -17,6 +17,8 @@ LAUNCHER_PREFIXES = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_
 
 SLOW = ("campaign", "cluster", "examples", "experiments", "train", "wheel")
 """Folders with few tests that take long."""
+MOST_SECONDS = 8.0
+"""Of a test of the first tier, on an idle machine."""
 
 # Set on the process, not by a fixture, so that whatever process a test starts inherits it.
 for name in [name for name in os.environ if name.startswith(LAUNCHER_PREFIXES)]:
@@ -73,6 +75,31 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(
             f"{len(missing)} tests need a CUDA device and have not run (pytest -m gpu)"
         )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail where a test of the first tier takes long: it belongs to `make test-all`, or draws too much."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if EVERYTHING or reporter is None or hasattr(session.config, "workerinput"):
+        return
+    seconds: Counter[str] = Counter()
+    begun: set[str] = set()
+    for report in [*reporter.stats.get("", []), *reporter.stats.get("passed", [])]:
+        worker = getattr(report, "worker_id", "")
+        if (
+            report.when != "setup" or worker in begun
+        ):  # before its first test a process starts the server of ranks
+            seconds[report.nodeid] += report.duration
+        begun.add(worker)
+    # Where more wants to run than there are cores, everything takes as much longer.
+    allowed = MOST_SECONDS * max(1.0, os.getloadavg()[1] / (os.cpu_count() or 1))
+    for name, taken in seconds.most_common():
+        if taken > allowed:
+            reporter.write_line(
+                f"{name} took {taken:.1f} s of {allowed:.1f}: mark it `long`, or draw less", red=True
+            )
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(scope="session", autouse=True)
