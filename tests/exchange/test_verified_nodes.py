@@ -17,6 +17,7 @@ from stretto.records import Incident
 from stretto.strategies import STRATEGIES, Strategy
 from stretto_lab.faults import Fault, FaultPlan, FaultyGroup, Injector, draw_fault, strike_memory
 from stretto_lab.virtual import VirtualCluster
+from tests.draws import part
 from tests.guards.watched import Job, same
 
 RANKS, PER_NODE, STRUCK = 4, 2, 1
@@ -92,7 +93,9 @@ def at(leg: int, **settings: Any) -> Fault:
     )
 
 
-@pytest.mark.parametrize(("name", "leg", "wire"), [(name, leg, wire) for (name, leg), wire in CASES], ids=str)
+@pytest.mark.parametrize(
+    ("name", "leg", "wire"), part((name, leg, wire) for (name, leg), wire in CASES), ids=str
+)
 def test_damage_on_any_leg_is_named_and_the_run_ends_as_without_it(
     name: str, leg: tuple[str, str], wire: str
 ) -> None:

@@ -18,6 +18,7 @@ from stretto.groups.connections import connections
 from stretto.groups.meeting import Meeting
 from stretto.groups.private import private_group
 from stretto.groups.wrapped import gloo_group
+from tests.draws import draws
 from tests.processes import rank_outcomes, run_ranks
 
 LONG = timedelta(seconds=60)
@@ -94,7 +95,7 @@ def meets(rank: int, death: Death) -> tuple[tuple[int, ...], str, float]:
 
 
 def test_whoever_dies_before_a_group_is_there_is_named_by_all_others() -> None:
-    for death in map(drawn, range(12)):
+    for death in map(drawn, draws(12)):
         for outcome in rank_outcomes(death.ranks, meets, death):
             if outcome.rank == death.victim:
                 continue

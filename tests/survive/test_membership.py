@@ -26,6 +26,7 @@ from stretto.survive.membership import Ended, Membership, _Missing, signs_of
 from stretto.survive.survivor import survives
 from stretto.survive.terms import Term, Wish
 from stretto_lab.train.workers import host_store
+from tests.draws import draws
 from tests.errors.tiny import tiny_model
 from tests.processes import Command, run_ranks
 
@@ -101,7 +102,7 @@ def on_threads(call: Callable[[Any], None], values: Sequence[Any]) -> None:
 
 
 def test_members_agree_on_one_list_of_all_that_live() -> None:
-    cases = [Members(drawn(seed)) for seed in range(24)]
+    cases = [Members(drawn(seed)) for seed in draws(24)]
     on_threads(Members.agree, cases)
     for members in cases:
         assert set(members.told.values()) == {tuple(members.expected)}, (members.case, members.told)
@@ -159,7 +160,7 @@ class Course:
 
 
 def test_members_agree_on_one_list_in_every_term_whoever_dies_sleeps_wakes_and_comes() -> None:
-    courses = [Course(seed) for seed in range(16)]
+    courses = [Course(seed) for seed in draws(16)]
     on_threads(Course.run, courses)
     for course in courses:
         lists: dict[int, set[tuple[int, ...]]] = {}
@@ -335,7 +336,7 @@ def test_who_leaves_takes_no_share_along_and_all_that_wish_to_get_away() -> None
 
 def test_a_copy_lies_on_another_machine_where_there_is_one_and_none_has_many() -> None:
     """Machines of any size in any order; of equal size node by node, as launchers number them; and those shuffled."""
-    for seed in range(300):
+    for seed in draws(300):
         rng = random.Random(seed)
         machines = [rng.choice("abcd") for _ in range(rng.randint(2, 24))]
         to = buddies(machines)

@@ -27,6 +27,7 @@ from stretto.survive.generations import Memory
 from stretto.survive.membership import Ended, Membership
 from stretto_lab.virtual import Compute, Died, VirtualCluster, survive
 from stretto_lab.virtual.survival import Survival, VirtualLeavable
+from tests.draws import draws
 from tests.survive.lived import check_samples
 from tests.virtual.test_survival import (
     STEPPING_ALONE,
@@ -324,8 +325,7 @@ def check_alike(lives: dict[int, Life], case: Case) -> None:
 @pytest.mark.long(keep=1)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_after_any_sequence_one_list_one_state_every_sample_once_and_no_byte_from_outside(part: int) -> None:
-    first = part * TRIALS_OF_A_PART
-    ends = [check_law(seed) for seed in range(first, first + TRIALS_OF_A_PART)]
+    ends = [check_law(seed) for seed in draws(PARTS * TRIALS_OF_A_PART)[part::PARTS]]
     assert ends.count("went on") > len(ends) / 2, ends
 
 

@@ -16,6 +16,7 @@ from stretto.errors import ConfigError, OutOfTurn
 from stretto.survive import Term, survives
 from stretto_lab.train.workers import host_store
 from stretto_lab.virtual import VirtualCluster, survive
+from tests.draws import part
 from tests.processes import run_ranks
 from tests.survive.lived import SAMPLES, Lived, Told, check_samples, check_terms, fresh, lives
 
@@ -80,7 +81,7 @@ def check(lived: Lived, folder: Path) -> None:
 
 def test_nodes_of_shards_go_on_to_the_bit_as_fresh_processes_whoever_is_killed(tmp_path: Path) -> None:
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        cases = [drawn(seed, lived) for seed, lived in enumerate(CASES.values())]
+        cases = part([drawn(seed, lived) for seed, lived in enumerate(CASES.values())])
         list(pool.map(lambda case: check(case[1], tmp_path / str(case[0])), enumerate(cases)))
 
 
