@@ -100,7 +100,6 @@ def test_a_name_that_does_not_exist_is_one_line_and_exit_code_2(
             "--strategy diloco:wire=int4:interval=4 --wire int8",
             "--wire int8 and --strategy diloco:wire=int4:interval=4: expected one wire",
         ),
-        ("--strategy zero1 --estimates int2", "--estimates int2: strategy zero1 sends no estimates"),
         (
             "--strategy auto --wire int2",
             "--wire int2: a plan knows the prices of fp32, bf16, int8, rotated2, int4 alone",

@@ -241,7 +241,6 @@ def test_a_packed_wire_is_refused_where_nobody_unpacks_it(wire: str) -> None:
     [
         (st.DDP(), "changes", ("strategy ddp sends no changes", "leave it out", "zero1")),
         (st.LocalSGD(), "changes", ("strategy local sends no changes",)),
-        (st.ZeRO1(), "estimates", ("strategy zero1 sends no estimates", "leave it out", "acco")),
     ],
     ids=str,
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import stretto
-from stretto.exchange import BF16, FP32, WIRES, Exchange, PackedWire, Publication, VerifiedExchange, Wire
+from stretto.exchange import WIRES, Exchange, PackedWire, Publication, VerifiedExchange
 from stretto.flat import Layout, plan_layout
 from stretto.strategies import STRATEGIES
 from stretto.strategies.ledger import ledger_of
@@ -63,7 +63,7 @@ class Case:
         layout = self.layout()
         kind = VerifiedExchange if self.verified else Exchange
         exchange = kind(group, layout, WIRES[self.wire], lambda work, _: work.wait())
-        publication = Publication(exchange, [WIRES[self.wire]])
+        publication = Publication(exchange, WIRES[self.wire])
         start, *values = self.values(layout)
         publication.begin([start[slot.start : slot.stop] for slot in layout.slots])
         seen = []
@@ -72,7 +72,7 @@ class Case:
             for bucket in layout.buckets:
                 own = slice(*bucket.owned_range(rank, self.world_size))
                 flat[own] = theta[own]
-            publication.gather_on(WIRES[self.wire])([flat])
+            publication.gathering()([flat])
             seen.append((flat, publication.anchor[0].clone()))
         return seen
 
@@ -135,14 +135,14 @@ def test_a_value_that_is_not_finite_is_shown_once_and_leaves_nothing_behind(wire
     def tell(rank: int, group: Any) -> list[Tensor]:
         layout = case.layout()
         exchange = Exchange(group, layout, WIRES[wire], lambda work, _: work.wait())
-        publication = Publication(exchange, [WIRES[wire]])
+        publication = Publication(exchange, WIRES[wire])
         publication.begin([torch.zeros(slot.numel) for slot in layout.slots])
         seen = []
         for bad in (float("nan"), float("inf"), None, None):
             flat = torch.ones(layout.sets[0].numel)
             if bad is not None:
                 flat[0] = bad
-            publication.gather_on(WIRES[wire])([flat])
+            publication.gathering()([flat])
             seen.append(flat)
         return seen
 
@@ -191,22 +191,6 @@ def test_a_coarse_wire_ends_near_an_exact_one_on_all_ranks_alike(strategy: str) 
         for other in (list(small_model().parameters()), coarse[0])
     )
     assert 0 < missed < 0.1 * moved
-
-
-def test_formats_of_gradients_changes_and_estimates_are_chosen_one_by_one() -> None:
-    def chosen(rank: int, group: Any) -> tuple[bool, list[Wire]]:
-        _, parallel = trained("acco", rank, group, wire="int8", changes="bf16", estimates="int4")
-        options = parallel.options
-        return (
-            any(parallel.job.replica.anchors(waits=False)),
-            [options.wire_of_changes, options.wire_of_estimates],
-        )
-
-    for keeps_anchor, formats in VirtualCluster(2).run(chosen).values:
-        assert keeps_anchor
-        assert formats == [BF16, WIRES["int4"]]
-    alone = stretto.Options(wire="int8", changes="fp32")
-    assert (alone.wire_of_changes, alone.wire_of_estimates) == (FP32, FP32)
 
 
 def test_values_keep_no_anchor() -> None:

@@ -89,14 +89,12 @@ class Case:
         averages = 0 if ledger.averages and not ledger.local else int(ledger.averages)
         outer_steps = int(ledger.outer_steps)
         sums = (ledger.gradient_transfers + outer_steps) * self.sum_of(numel, wire)
-        changes = (ledger.gathers - ledger.previews) * (not ledger.replicated) + outer_steps
-        estimates = ledger.previews
+        changes = ledger.gathers * (not ledger.replicated) + outer_steps
         return (
             sums
             + averages * self.sum_of(numel, wire.values)
             + (ledger.sum_transfers + averages) * self.gather_of(numel, wire.values)
             + changes * self.gather_of(numel, options.wire_of_changes)
-            + estimates * self.gather_of(numel, options.wire_of_estimates)
         )
 
     @property
@@ -146,11 +144,10 @@ def cases(wire: str) -> list[Case]:
     found = []
     for name, has_nodes in itertools.product(STRATEGIES, (False, True)):
         world_size, each = draws.choice([shape for shape in NODES if (shape[1] is not None) == has_nodes])
-        published = ledger_of(STRATEGIES[name]()).published
-        drawn = {field: draws.choice(formats) for field in ("changes", "estimates")}
+        changes = draws.choice(formats)
         options = stretto.Options(
             wire=wire,
-            **{field: one for field, one in drawn.items() if field in published},
+            changes=changes if ledger_of(STRATEGIES[name]()).sends_changes else None,
             ranks_per_node=each,
             hide_reductions=draws.random() < 0.5,
             verified=draws.random() < 0.5,

@@ -257,13 +257,13 @@ def test_changes_bring_models_to_what_owners_have(wire: str) -> None:
     def missing(rank: int, group: Any) -> float:
         layout = layout_for(2)
         exchange = Exchange(group, layout, WIRES[wire], wait)
-        publication = Publication(exchange, [WIRES[wire]])
+        publication = Publication(exchange, WIRES[wire])
         publication.begin([torch.zeros(slot.shape) for slot in layout.slots])
         theta = random_flats(layout)
         for number in range(count):
             exchange.begin_round(number)
             shown = [one.clone() for one in theta]
-            publication.gather_on(WIRES[wire])(shown)
+            publication.gathering()(shown)
         slot = layout.slots[0]
         inside = slice(slot.start, slot.stop)
         return float((shown[slot.set_index] - theta[slot.set_index])[inside].square().mean())

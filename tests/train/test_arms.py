@@ -140,16 +140,16 @@ def test_a_clock_is_two_numbers() -> None:
 
 
 def test_a_format_that_arms_share_is_set_for_those_that_can_use_it_and_set_none() -> None:
-    job = CompareConfig(task=Tiny(), wire="int8", changes="int4", estimates="int2")
+    job = CompareConfig(task=Tiny(), wire="int8", changes="int4")
     fitted = {
         text: job.fitted_to(parse_arm(text)).run_of(parse_arm(text))
         for text in ("ddp", "zero1", "acco:wire=int4", "compute")
     }
-    assert {text: (run.wire, run.changes, run.estimates) for text, run in fitted.items()} == {
-        "ddp": ("int8", None, None),
-        "zero1": ("int8", "int4", None),
-        "acco:wire=int4": ("int4", "int4", "int2"),
-        "compute": ("int8", None, None),
+    assert {text: (run.wire, run.changes) for text, run in fitted.items()} == {
+        "ddp": ("int8", None),
+        "zero1": ("int8", "int4"),
+        "acco:wire=int4": ("int4", "int4"),
+        "compute": ("int8", None),
     }
 
 

@@ -72,9 +72,6 @@ class Options:
     changes: str | None = None
     """How owners tell all ranks what a step has changed, under strategies that shard the optimizer; None for the
     wire's format. A plain format sends the parameters themselves."""
-    estimates: str | None = None
-    """The same for what a preview shows for one round; None for the format of changes. A coarser one may do: what it
-    loses, the next step's changes correct."""
     exchange: Literal["auto", "native", "direct"] = "auto"
     """How gradients are summed: by the backend, or by their owner in rank order (reproducible, fp32 sums of any
     wire). auto: native on NCCL, direct elsewhere, because Gloo's reduce-scatter costs a whole all-reduce."""
@@ -129,7 +126,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for field in ("wire", "changes", "estimates"):
+        for field in ("wire", "changes"):
             name = getattr(self, field)
             if name is not None and name not in WIRES:
                 raise ConfigError(
@@ -188,13 +185,8 @@ class Options:
 
     @property
     def wire_of_changes(self) -> Wire:
-        """The format in which parameters are published after a step."""
+        """The format in which parameters are published, after a step and for a preview."""
         return WIRES[self.wire if self.changes is None else self.changes]
-
-    @property
-    def wire_of_estimates(self) -> Wire:
-        """The format in which a preview's parameters are published."""
-        return self.wire_of_changes if self.estimates is None else WIRES[self.estimates]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,13 +250,11 @@ def check_formats(options: Options, strategy: Strategy, ledger: Ledger) -> None:
     Raises:
         ConfigError: Names the option and the strategy.
     """
-    for field, example in (("changes", "zero1"), ("estimates", "acco")):
-        chosen = getattr(options, field)
-        if chosen is not None and field not in ledger.published:
-            raise ConfigError(
-                f"Options({field}={chosen!r}): strategy {strategy.name} sends no {field}: leave it out, or take a "
-                f"strategy that sends them, such as {example}"
-            )
+    if options.changes is not None and not ledger.sends_changes:
+        raise ConfigError(
+            f"Options(changes={options.changes!r}): strategy {strategy.name} sends no changes: leave it out, or take a "
+            "strategy that sends them, such as zero1"
+        )
 
 
 def plan_quota(

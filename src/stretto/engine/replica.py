@@ -27,7 +27,7 @@ from stretto.engine.statistics import average_statistics
 from stretto.engine.streams import SideStream
 from stretto.engine.within import Within
 from stretto.errors import NonFinite
-from stretto.exchange import Exchange, Publication
+from stretto.exchange import FP32, Exchange, Publication
 from stretto.exchange.transfer import Prepare, Transfers
 from stretto.flat import Slices
 from stretto.optimizer import ReducedGradient, ShardedOptimizer
@@ -103,14 +103,11 @@ class Replica:
         self._options = options
         looks = self.rank == 0 and exchange.world_size > 1
         self._likeness = Likeness(exchange.world_size) if looks else None  # in the first rounds
-        changes, estimates = options.wire_of_changes, options.wire_of_estimates
-        self._draws = any(wire.is_unbiased for wire in (exchange.wire, changes, estimates))
-        self._publication = Publication(exchange, () if replicated else (changes, estimates))
-        self._gathers = {
-            "committed": self._publication.gather_on(changes),
-            "estimate": self._publication.gather_on(estimates),
-        }
-        self._gather_aside = self._publication.gather_on(changes, keeps=False)
+        changes = options.wire_of_changes
+        self._draws = exchange.wire.is_unbiased or changes.is_unbiased
+        self._publication = Publication(exchange, FP32 if replicated else changes)
+        self._publish = self._publication.gathering()
+        self._gather_aside = self._publication.gathering(keeps=False)
         # Sums of finished updates are used again: fresh memory pages would cost more than the arithmetic.
         self._spare_sums: list[Slices] = []
         self._lent_sums: list[Slices] = []
@@ -256,7 +253,7 @@ class Replica:
         flight = flight_of(effect, flight)
         if self._draws:  # also here: the sums of this round may come from a checkpoint
             self.exchange.begin_round(self.progress.round_index)
-        self._gathers[flight.shown](flight.round.buffer.flats)
+        self._publish(flight.round.buffer.flats)
 
     def end_update(self, effect: Boundary, flight: Flight | None) -> None:
         """Mark the end of an update, and keep its sums for the next one."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stretto.exchange.exchange import Exchange
-from stretto.exchange.wire import PackedWire, PlainWire, Wire
+from stretto.exchange.wire import PackedWire, Wire
 
 
 class Publication:
@@ -29,17 +29,17 @@ class Publication:
 
     Args:
         exchange: The job's.
-        wires: All formats that parameters are published in.
+        wire: The format that parameters are published in.
     """
 
-    def __init__(self, exchange: Exchange, wires: Sequence[Wire]) -> None:
+    def __init__(self, exchange: Exchange, wire: Wire) -> None:
         self._exchange = exchange
         self._layout = exchange.layout
-        keeps = any(isinstance(wire, PackedWire) for wire in wires)
+        self._wire = wire
         self.anchor = [
             torch.zeros(flat.numel, dtype=flat.dtype, device=flat.device)
             for flat in self._layout.sets
-            if keeps
+            if isinstance(wire, PackedWire)
         ]
         """One tensor per flat set, equal on all ranks; none where values alone travel."""
 
@@ -49,27 +49,19 @@ class Publication:
             if self.anchor:
                 self.anchor[slot.set_index][slot.start : slot.stop].copy_(value.detach().reshape(-1))
 
-    def gather_on(self, wire: Wire, *, keeps: bool = True) -> Callable[[Sequence[Tensor]], None]:
-        """Return what gathers parameters on a wire, chosen once, so that values alone take the shortest way.
+    def gathering(self, *, keeps: bool = True) -> Callable[[Sequence[Tensor]], None]:
+        """Return what gathers parameters, chosen once, so that values alone take the shortest way.
 
         It takes one tensor per flat set, `(flat.numel,)`, holding this rank's own slices, and replaces every bucket by
         what all ranks are to show.
 
         Args:
-            wire: The format.
             keeps: Whether models show it until the next gather; otherwise the next changes do not build on it.
         """
-        if isinstance(wire, PackedWire):
-            return functools.partial(self._gather_changes, wire=wire, keeps=keeps)
-        formats = [wire.values.of(flat.dtype) for flat in self._layout.sets]
-        if self.anchor and keeps:
-            return functools.partial(self._gather_values, formats=formats)
+        if isinstance(self._wire, PackedWire):
+            return functools.partial(self._gather_changes, wire=self._wire, keeps=keeps)
+        formats = [self._wire.values.of(flat.dtype) for flat in self._layout.sets]
         return functools.partial(self._exchange.all_gather, formats=formats)
-
-    def _gather_values(self, flats: Sequence[Tensor], *, formats: Sequence[PlainWire]) -> None:
-        self._exchange.all_gather(flats, formats)
-        for anchor, flat in zip(self.anchor, flats, strict=True):
-            _keep(anchor, flat)
 
     def _gather_changes(self, flats: Sequence[Tensor], *, wire: PackedWire, keeps: bool) -> None:
         rank, world_size = self._exchange.rank, self._exchange.world_size
@@ -87,14 +79,9 @@ class Publication:
             shown = changes.add(anchor).to(anchor.dtype)
             flat.copy_(shown)
             if keeps:
-                _keep(anchor, shown)
+                torch.where(shown.isfinite(), shown, anchor, out=anchor)  # see Note [Not finite]
 
         self._exchange.gather_changes(wire, change, add)
-
-
-def _keep(anchor: Tensor, shown: Tensor) -> None:
-    """Copy what is finite; see Note [Not finite]."""
-    torch.where(shown.isfinite(), shown.to(anchor.dtype), anchor, out=anchor)
 
 
 def _wide(values: Tensor) -> Tensor:

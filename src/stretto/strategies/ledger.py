@@ -79,11 +79,9 @@ class Ledger:
     """Outer steps of all parameters: a sum that travels like a gradient, and a gather. A mean over many updates."""
 
     @property
-    def published(self) -> tuple[str, ...]:
-        """What owners publish, each in a format of its own, as `Options` calls it: changes, estimates."""
-        if self.replicated:
-            return ("changes",) if self.fragments else ()
-        return ("changes", "estimates") if self.previews else ("changes",)
+    def sends_changes(self) -> bool:
+        """Whether owners publish parameters, which may have a format of their own (`Options.changes`)."""
+        return not self.replicated or self.fragments > 0
 
     def inside_bytes(self, accumulation: float) -> float:
         """Return bytes per parameter and update that cross inside a worker, before the factor (L - 1) / L of L ranks.

@@ -60,12 +60,11 @@ class PlanConfig(Job[TaskT]):
             raise ConfigError(f"ranks={self.ranks}: expected at least 1")
         if self.wire not in WIRES:
             raise ConfigError(f"wire={self.wire!r}: a plan knows the prices of {', '.join(WIRES)} alone")
-        for name in ("changes", "estimates"):
-            if (found := getattr(self, name)) is not None:
-                raise ConfigError(
-                    f"{name}={found!r}: a plan prices one format for all that is sent: leave it out, and set it beside "
-                    "the strategy that you choose"
-                )
+        if self.changes is not None:
+            raise ConfigError(
+                f"changes={self.changes!r}: a plan prices one format for all that is sent: leave it out, and set it "
+                "beside the strategy that you choose"
+            )
         if self.network is not None:
             parse_network(self.network)
 

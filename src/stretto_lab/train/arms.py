@@ -32,7 +32,7 @@ from stretto_lab.peers import PEERS
 
 SETTINGS: Mapping[str, Any] = MappingProxyType(
     {
-        **dict.fromkeys(("wire", "changes", "estimates"), Wire),
+        **dict.fromkeys(("wire", "changes"), Wire),
         **dict.fromkeys(("micro_batches", "ranks_per_node", "bucket_bytes"), int),
         **{"exchange": field_types(Options)["exchange"], "clock": Clock, "clip_norm": float, "lr": float},
         "noise": field_types(Options)["noise"],
@@ -136,9 +136,9 @@ class Arm:
         return ledger_of(self.strategy()).by_node
 
     @property
-    def published(self) -> set[str]:
-        """What it sends in a format of its own: changes, estimates; see `Ledger.published`."""
-        return set(ledger_of(self.strategy()).published) if self.is_ours else set()
+    def sends_changes(self) -> bool:
+        """Whether it publishes parameters in a format of their own; see `Ledger.sends_changes`."""
+        return self.is_ours and ledger_of(self.strategy()).sends_changes
 
     def strategy(self) -> Strategy:
         """Return the strategy with its options, as it is without a run; only where `is_ours`.

@@ -171,8 +171,7 @@ class Job(Training[TaskT]):
         return dataclasses.replace(
             self,
             wire=arm.settings.get("wire", self.wire),
-            changes=self.changes if "changes" in arm.published else None,
-            estimates=self.estimates if "estimates" in arm.published else None,
+            changes=self.changes if arm.sends_changes else None,
         )
 
     def run_of(self, arm: Arm) -> "RunConfig[TaskT]":

@@ -383,7 +383,7 @@ def title_of(run: RunConfig[TaskT], world_size: int, device: str, *, is_whole: b
         workers += f", {nodes} node{'s' * (nodes > 1)} of {run.shard} shards"
     title = f"{arm.resolved if is_whole else arm.text} on {workers} ({device})"
     told = arm.settings  # by the strategy's own text
-    formats = {"wire": run.wire, "changes": run.changes, "estimates": run.estimates}
+    formats = {"wire": run.wire, "changes": run.changes}
     for what, chosen in formats.items():
         if what not in told and chosen is not None and (what, chosen) != ("wire", "fp32"):
             title += f", {what} {chosen}"
