@@ -330,7 +330,7 @@ def _check_rows(parts: Parts, layout: Layout, num_shards: int) -> None:
             raise UnsupportedOptimizer(
                 f"{name_of(parts.optimizer)} steps {slot.name!r} as a whole, and of its {rows} rows some of the node's "
                 f"{num_shards} shards have none: expected a row for each; give it to an optimizer that works element "
-                "by element, such as AdamW"
+                "by element, such as AdamW, or say so by element_wise = True in its class"
             )
 
 

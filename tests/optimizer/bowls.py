@@ -41,6 +41,7 @@ def trained(
     *,
     options: Options = SMALL,
     alike: bool = False,
+    updates: int = UPDATES,
 ) -> list[Tensor]:
     """Train on the virtual cluster, two micro-batches per update, and return rank 0's parameters.
 
@@ -50,7 +51,7 @@ def trained(
     def program(rank: int, group: Any) -> list[Tensor]:
         model = Bowls(shapes)
         with DataParallel(model, make(model), strategy, micro_batches=2, group=group, options=options) as job:
-            while job.steps < UPDATES:
+            while job.steps < updates:
                 job.backward(model(0 if alike else rank))
             with job.settled():
                 return [p.detach().clone() for p in model.values]
@@ -117,11 +118,13 @@ class PlainLoop:
         return self.looked_ahead(gradient, 2)
 
 
-def plain(shapes: list[tuple[int, ...]], make: Any, strategy: Strategy, world_size: int) -> list[Tensor]:
+def plain(
+    shapes: list[tuple[int, ...]], make: Any, strategy: Strategy, world_size: int, updates: int = UPDATES
+) -> list[Tensor]:
     """Return what the strategy's equations give, ranks with gradients of their own."""
     loop = PlainLoop(shapes, make, world_size)
     before = shown = loop.committed
-    for _ in range(UPDATES):
+    for _ in range(updates):
         if strategy.name == "acco":
             shown = loop.acco_update(shown)
         elif strategy.name == "dpu":

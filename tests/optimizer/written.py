@@ -219,6 +219,18 @@ class CountsInGroup(Written):
         super().update(p, g / group["count"], group, state)
 
 
+class CountsInTensor(Written):
+    """Its count is a tensor, which steps change in place."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group.setdefault("count", torch.zeros(())).add_(1)
+        super().step()
+
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        super().update(p, g / group["count"], group, state)
+
+
 class CountsOnItself(Written):
     count = 0
 
@@ -245,6 +257,33 @@ class EveryThirdStep(EverySecondStep):
 
 class EveryFifthStep(EverySecondStep):
     every = 5
+
+
+class CountsForLater(CountsOnItself):
+    """Its rule begins long after any trial."""
+
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        Written.update(self, p, g if self.count < 1000 else -g, group, state)
+
+
+class Evaluates(ScheduleFree):
+    def eval(self) -> None:
+        """Show the averages."""
+
+
+class Communicates(Written):
+    """Sums its steps over ranks by itself."""
+
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        step = torch.ops._c10d_functional.all_reduce(g, "sum", "nobody")
+        super().update(p, step, group, state)
+
+
+class ClipsByValue(optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        torch.nn.utils.clip_grad_value_([p for group in self.param_groups for p in group["params"]], 0.1)
+        super().step()
 
 
 class NewStorage(Written):
@@ -328,43 +367,47 @@ ELEMENT_WISE: dict[str, Make] = {
         for kind in (
             *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.ASGD, optim.Rprop),
             *(optim.Adadelta, optim.Adagrad, optim.RMSprop, optim.Adamax),
-            *(SignSGD, Lion, Lookahead, RulePerGroup, WarmsUp),
         )
     },
     "SGD with momentum": lambda groups: optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
     "AdamW amsgrad foreach": lambda groups: optim.AdamW(groups, lr=0.1, amsgrad=True, foreach=True),
     "AdamW maximize": lambda groups: optim.AdamW(groups, lr=0.1, maximize=True),
     "RMSprop centered": lambda groups: optim.RMSprop(groups, lr=0.01, centered=True, momentum=0.5),
-    "BoundOnItself": lambda groups: BoundOnItself(groups, 0.1, bound=0.01),
 }
-"""By name, from groups; a plain loop equals a sharded one."""
+"""By name, from groups; their tensors may be cut."""
 
-WHOLE: dict[str, tuple[Make, set[int]]] = {
-    "Adafactor": (lambda groups: optim.Adafactor(groups, lr=0.1), {0, 1}),
-    "Adafactor foreach": (lambda groups: optim.Adafactor(groups, lr=torch.tensor(0.1), foreach=True), {0, 1}),
-    "Muon": (lambda groups: optim.Muon(groups[:1], lr=0.05), {0}),
-    "Lamb": (lambda groups: Lamb([groups[0], {**groups[1], "weight_decay": 0.1}]), {1}),
-    "Lars": (Lars, {0, 1}),
-    "DecaysMatrices": (DecaysMatrices, {0}),
-    "RulePerGroupAndShape": (
-        lambda groups: RulePerGroupAndShape([{**groups[0], "matrices": True}, groups[1]]),
-        {0},
+WHOLE: dict[str, Make] = {
+    **{
+        kind.__name__: kind
+        for kind in (
+            *(SignSGD, Lion, Lookahead, RulePerGroup, WarmsUp, Lars, DecaysMatrices),
+            *(CountsInGroup, CountsInTensor, ScheduleFree),
+        )
+    },
+    "BoundOnItself": lambda groups: BoundOnItself(groups, 0.1, bound=0.01),
+    "Adafactor": lambda groups: optim.Adafactor(groups, lr=0.1),
+    "Adafactor foreach": lambda groups: optim.Adafactor(groups, lr=torch.tensor(0.1), foreach=True),
+    "Lamb": lambda groups: Lamb(groups, weight_decay=0.1),
+    "RulePerGroupAndShape": lambda groups: RulePerGroupAndShape(
+        [{**group, "matrices": group["params"][0].dim() == 2} for group in groups]
     ),
 }
-"""By name, from two groups, matrices first; which of the groups must stay whole."""
+"""By name, from groups; their tensors must stay whole."""
 
 REFUSED: dict[str, tuple[Make, str]] = {
     "LBFGS": (lambda groups: optim.LBFGS(groups[0]["params"]), "by itself .*closure"),
     "SparseAdam": (optim.SparseAdam, "by itself .*dense gradients"),
-    "ScheduleFree": (ScheduleFree, r"parameter groups \(k, weight_sum\)"),
-    "Prodigy": (Prodigy, r"parameter groups \(d, numerator\)"),
+    "Evaluates": (Evaluates, r"its eval\(\) shows other values"),
+    "Prodigy": (Prodigy, r"in its parameter groups \(numerator\)"),
+    "Communicates": (Communicates, "communicates in its step .*all_?reduce.*torch.optim.Muon"),
     "ClipsByNorm": (ClipsByNorm, r"depends on others.*Options\(clip_norm=...\)"),
     "NormalisesGroups": (NormalisesGroups, "depends on others"),
-    "CountsInGroup": (CountsInGroup, r"parameter groups \(count\)"),
     "CountsOnItself": (CountsOnItself, "outside optimizer.state"),
     "EverySecondStep": (EverySecondStep, "outside optimizer.state"),
     "EveryThirdStep": (EveryThirdStep, "outside optimizer.state"),
     "EveryFifthStep": (EveryFifthStep, "outside optimizer.state"),
+    "CountsForLater": (CountsForLater, r"counts in an attribute of its own \(count\)"),
+    "ClipsByValue": (ClipsByValue, r"write into .grad.*p.grad.clamp"),
     "NewStorage": (NewStorage, "another storage"),
     "WritesGradient": (WritesGradient, r"write into .grad.*p.grad.add\(...\)"),
     "Noisy": (Noisy, "random numbers"),

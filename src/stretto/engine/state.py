@@ -133,6 +133,7 @@ class JobState:
             self.job.comm.progress.accept(original_name(name), parameter)
         for group, names in zip(self.job.model.optimizer.param_groups, self._group_names(), strict=True):
             set_settings(group, _under(state["optimizer"], f"param_groups.{names[0]}."))
+        self.job.sharded.forget_settings()
         self.job.compute.begin_again(state["job"]["step"], state["job"]["round_index"])
         self.job.exchange.owe([])  # what is owed belongs to the course that ends here
 
@@ -238,11 +239,12 @@ class JobState:
 
     def _hyperparameters(self) -> State:
         settings = read_hyperparameters(self.job.model.optimizer)
+        changes = self.job.sharded.changes() or [{} for _ in settings]
         return {
             f"param_groups.{name}.{key}": value
-            for names, group in zip(self._group_names(), settings, strict=True)
+            for names, group, changed in zip(self._group_names(), settings, changes, strict=True)
             for name in names
-            for key, value in group.items()
+            for key, value in {**group, **changed}.items()
         }
 
     def _group_names(self) -> list[list[str]]:

@@ -8,7 +8,7 @@ Note [Over shards]
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -20,28 +20,40 @@ from stretto.optimizer.several import as_one, members_of
 
 
 class OverShards(torch.optim.Optimizer):
-    """Steps some groups of an optimizer as the whole tensors of which their members are rows; others as they are.
+    """Steps the whole tensors of which an optimizer's members are rows.
 
     Groups and state are held here, of this rank's tensors alone, and lent to the optimizer for a step.
 
     Args:
         inner: The optimizer.
-        whole: Indices of the groups whose tensors are whole ones' rows.
         mesh: Returns a `DeviceMesh` of the node's ranks, of one dimension, whose group nobody else uses at the time of
             a step. A function, because copies of an optimizer share it.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, whole: Collection[int], mesh: Callable[[], Any]) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, mesh: Callable[[], Any]) -> None:
         super().__init__([{"params": []}], {})
-        self.inner, self.whole, self.mesh = inner, frozenset(whole), mesh
+        self.inner, self.mesh = inner, mesh
         self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure, so no loss
         """Step what has a gradient; all ranks of the node must call, with the same tensors."""
-        self._step({}, [index for index in range(len(self.param_groups)) if index not in self.whole])
-        rows = [one for index in sorted(self.whole) for one in self._members(index)]
-        if rows:
-            self._step(dict(zip(rows, self._united(rows), strict=True)), sorted(self.whole))
+        rows = [one for group in self.param_groups for one in group["params"] if one.grad is not None]
+        united = dict(zip(rows, self._united(rows), strict=True)) if rows else {}
+        self.inner.param_groups = [
+            {**group, "params": [united[one] for one in group["params"] if one in united]}
+            for group in self.param_groups
+        ]
+        self.inner.state = defaultdict(dict)
+        for one, whole in united.items():
+            if state := self.state.get(one):
+                self.inner.state[whole] = {key: _united_entry(value, whole) for key, value in state.items()}
+        self.inner.step()
+        for one, whole in united.items():
+            state = self.inner.state.get(whole, {})
+            self.state[one] = {key: _own_entry(value, whole) for key, value in state.items()}
+        for group, stepped in zip(self.param_groups, self.inner.param_groups, strict=True):
+            group.update({**stepped, "params": group["params"]})
+        self._lend()  # and nothing of what was brought together
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from what `state_dict` has returned, on this rank."""
@@ -50,37 +62,10 @@ class OverShards(torch.optim.Optimizer):
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "inner": self.inner, "whole": self.whole, "mesh": self.mesh}
+        return {**super().__getstate__(), "inner": self.inner, "mesh": self.mesh}
 
     def _lend(self) -> None:
         self.inner.param_groups, self.inner.state = self.param_groups, self.state
-
-    def _members(self, index: int) -> list[Tensor]:
-        return [one for one in self.param_groups[index]["params"] if one.grad is not None]
-
-    def _step(self, united: Mapping[Tensor, Any], groups: Sequence[int]) -> None:
-        """Step the members of some groups, or what stands in their place, and take over their state."""
-        chosen = [one for index in groups for one in self._members(index)]
-        if not chosen:
-            return
-        self.inner.param_groups = [
-            {
-                **group,
-                "params": [united.get(one, one) for one in self._members(index)] if index in groups else [],
-            }
-            for index, group in enumerate(self.param_groups)
-        ]
-        self.inner.state = defaultdict(dict)
-        for one in chosen:
-            if state := self.state.get(one):
-                stands = united.get(one, one)
-                self.inner.state[stands] = {key: _united_entry(value, stands) for key, value in state.items()}
-        self.inner.step()
-        for one in chosen:
-            stands = united.get(one, one)
-            state = self.inner.state.get(stands, {})
-            self.state[one] = {key: _own_entry(value, stands) for key, value in state.items()}
-        self._lend()  # and nothing of what was brought together
 
     def _united(self, rows: Sequence[Tensor]) -> list[Any]:
         """Return the whole tensors, with their gradients, over the memory of these rows."""
@@ -103,7 +88,7 @@ def over_shards(
 
     Args:
         optimizer: The user's, or several as one.
-        whole: Indices of the groups whose tensors stay whole.
+        whole: Indices of the groups whose tensors stay whole: all of a member's, or none.
         group: Of the node's ranks, in the order of their rows.
         device: Where the tensors are.
     """
@@ -114,10 +99,11 @@ def over_shards(
     mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(group.group_name,))
     members, first = [], 0
     for member in members_of(optimizer):
-        count = len(member.param_groups)
-        own = {index - first for index in whole if first <= index < first + count}
-        members.append(OverShards(member, own, lambda: mesh) if own else member)
-        first += count
+        last = first + len(member.param_groups)
+        members.append(
+            OverShards(member, lambda: mesh) if any(first <= one < last for one in whole) else member
+        )
+        first = last
     one: torch.optim.Optimizer = as_one(members)
     return one
 

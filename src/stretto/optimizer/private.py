@@ -39,7 +39,7 @@ def rebuild(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]
             [rebuild(member, list(islice(rest, len(member.param_groups)))) for member in optimizer.members]
         )
     if isinstance(optimizer, OverShards):
-        return OverShards(rebuild(optimizer.inner, groups), optimizer.whole, optimizer.mesh)
+        return OverShards(rebuild(optimizer.inner, groups), optimizer.mesh)
     kind = type(optimizer)
     accepted = inspect.signature(kind).parameters
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())

@@ -1,20 +1,26 @@
-"""Which optimizers may be sharded, and how: found out by a trial, because names prove nothing.
+"""Which optimizers may be sharded, and how.
 
-The optimizer trains a few small tensors twice, as a plain loop does and on owners. If every bit agrees, it works
-element by element, and all that it remembers is in `optimizer.state[parameter]`. A group for which they do not agree is
-tried again on owners that hold whole tensors. If every bit agrees then, it works tensor by tensor. Otherwise further
-trials show why.
+Tensors are cut where the class is known to work element by element, and stay whole otherwise. Whether owners of whole
+tensors may step them, a trial finds out: the optimizer trains a few small tensors twice, as a plain loop does and on
+owners, and every bit must agree. Names do not count there. Where bits differ, further trials show why.
 """
 
 import functools
 
 import torch
-from torch import Tensor
 
 from stretto.errors import UnsupportedOptimizer
 from stretto.optimizer.private import wrapped_optimizer
 from stretto.optimizer.several import members_of
-from stretto.optimizer.trial import Owners, PlainLoop, Trial, Values
+from stretto.optimizer.trial import Collectives, Owners, PlainLoop, Trial, Values
+
+ELEMENT_WISE = (
+    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop),
+    *(torch.optim.Rprop, torch.optim.ASGD),
+)
+"""Classes whose tensors may be cut. A trial cannot find others, because a rule may act on what training alone brings: a
+direction, a size, a time. Nor is a subclass one: it may do anything, unless it says `element_wise` itself."""
 
 
 def whole_groups(optimizer: torch.optim.Optimizer) -> frozenset[int]:
@@ -29,19 +35,26 @@ def whole_groups(optimizer: torch.optim.Optimizer) -> frozenset[int]:
     found: set[int] = set()
     first = 0
     for member in members_of(optimizer):
-        found |= {first + index for index in _whole_groups_of_one(member)}
-        first += len(member.param_groups)
+        _check_kind(member)
+        last = first + len(member.param_groups)
+        _check_calls(member, type(member).__name__)
+        if type(member) not in ELEMENT_WISE:
+            _check_rule(member, type(member).__name__)
+            if not vars(type(member)).get("element_wise"):
+                found.update(range(first, last))
+        first = last
     return frozenset(found)
 
 
-def _whole_groups_of_one(optimizer: torch.optim.Optimizer) -> frozenset[int]:
-    _check_kind(optimizer)
-    name = type(optimizer).__name__
-    _check_calls(optimizer, name)
+def _check_rule(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """Raise unless owners of whole tensors step them as a plain loop does."""
     try:
         trial = Trial(optimizer)
-        with torch.random.fork_rng({start.device for start in trial.starts if start.is_cuda}):
-            verdict = _verdict(trial) if trial.description is None else _verdict_once(_Described(trial))
+        with (
+            torch.random.fork_rng({start.device for start in trial.starts if start.is_cuda}),
+            Collectives(name),
+        ):
+            reason = _reason(trial) if trial.description is None else _reason_once(_Described(trial))
     except UnsupportedOptimizer:
         raise
     except Exception as error:
@@ -49,9 +62,8 @@ def _whole_groups_of_one(optimizer: torch.optim.Optimizer) -> frozenset[int]:
             f"{name} cannot step a tensor by itself ({type(error).__name__}: {error}): expected an optimizer such as "
             "AdamW or Muon"
         ) from error
-    if isinstance(verdict, str):
-        raise UnsupportedOptimizer(f"{name} cannot be cut into shards: {verdict}")
-    return verdict
+    if reason is not None:
+        raise UnsupportedOptimizer(f"{name} cannot be cut into shards: {reason}")
 
 
 def _check_kind(optimizer: torch.optim.Optimizer) -> None:
@@ -111,56 +123,50 @@ class _Described:
 
 
 @functools.lru_cache(maxsize=8)  # a process with many ranks or jobs asks for the same one again and again
-def _verdict_once(described: _Described) -> frozenset[int] | str:
-    return _verdict(described.trial)
+def _reason_once(described: _Described) -> str | None:
+    return _reason(described.trial)
 
 
-def _verdict(trial: Trial) -> frozenset[int] | str:
-    """Return the groups whose tensors must stay whole, or why the optimizer may not be sharded at all."""
-    trial.rebuilt({}).step()  # a rank may own nothing
+def _reason(trial: Trial) -> str | None:
+    """Return why the optimizer may not be sharded; None if it may."""
+    if callable(getattr(trial.optimizer, "eval", None)):
+        return (
+            "its eval() shows other values than those it trains, made of state that your own optimizer does not have "
+            "in a job; take AdamW with a schedule"
+        )
     plain = trial.train(range(len(trial.starts)))
     if plain.is_random:
         return "its steps draw random numbers, so that no two runs are equal; expected steps without them"
-    owners, whole = _cut(trial, plain, frozenset(trial.group_of))
-    if owners is None or whole:
-        owners = Owners(trial, whole)
-    return _reason_against(trial, plain, owners) or whole
-
-
-def _cut(trial: Trial, plain: PlainLoop, groups: frozenset[int]) -> tuple[Owners | None, frozenset[int]]:
-    """Cut the tensors of some groups, and leave all others whole.
-
-    Returns:
-        The owners, if they could step at all; and those of the groups that they have stepped in another way than the
-        plain loop, or keep other state for.
-    """
-    try:
-        owners = Owners(trial, frozenset(trial.group_of) - groups)
-    except Exception:  # an optimizer may refuse slices in any way
-        if len(groups) <= 1:
-            return None, groups
-        return None, frozenset().union(*(_cut(trial, plain, frozenset([group]))[1] for group in groups))
-    keep = {group for (group, _), kind in owners.later_state.items() if kind == "other"}
-    step = {
-        group
-        for ones, others in zip(plain.history, owners.history, strict=True)
-        for group, one, other in zip(trial.group_of, ones, others, strict=True)
-        if not torch.equal(one, other)
-    }
-    return owners, groups & (keep | step)
-
-
-def _reason_against(trial: Trial, plain: PlainLoop, owners: Owners) -> str | None:
-    """Return why the optimizer may not be sharded as `owners` did; None if it may."""
+    if plain.wrote_gradients:
+        return (
+            "its steps write into .grad, which some strategies use twice; expected p.grad.add(...) in the place of "
+            "p.grad.add_(...), and to clip by value p.grad.clamp(-bound, bound) in that of clip_grad_value_"
+        )
+    trial.rebuilt({}).step()  # a rank may own nothing
+    owners = Owners(trial)
     odd = sorted({key for (_, key), kind in owners.later_state.items() if kind == "other"})
     if odd:
         return f"its state {odd} is neither a number nor a tensor; expected no other kinds"
     if not _is_equal(plain.history, owners.history):
         return _difference(trial, plain)
-    if owners.wrote_gradients:
+    if uneven := sorted(
+        {
+            key
+            for groups, of_owners in zip(plain.groups, owners.groups, strict=True)
+            for of_owner in of_owners
+            for one, other in zip(groups, of_owner, strict=True)
+            for key in one.keys() | other.keys()
+            if key in plain.changed and one.get(key) != other.get(key)
+        }
+    ):
         return (
-            "its steps write into .grad, which some strategies use twice; expected p.grad.add(...) in the place of "
-            "p.grad.add_(...)"
+            f"it keeps what it finds in all parameters together in its parameter groups ({', '.join(uneven)}); take an "
+            "optimizer that treats each parameter by itself, such as AdamW or Muon"
+        )
+    if plain.counts:
+        return (
+            f"it counts in an attribute of its own ({', '.join(sorted(plain.counts))}), which previews and checkpoints "
+            "do not see; expected all state in optimizer.state[parameter]"
         )
     if owners.later_state != owners.state:
         first, later = (sorted({key for _, key in state}) for state in (owners.state, owners.later_state))
@@ -172,24 +178,20 @@ def _reason_against(trial: Trial, plain: PlainLoop, owners: Owners) -> str | Non
 
 
 def _difference(trial: Trial, plain: PlainLoop) -> str:
-    """Return what makes owners of whole tensors differ from the plain loop."""
+    """Return what makes owners differ from the plain loop."""
     if not all(values.isfinite().all() for update in plain.history for values in update):
         return "with its settings values are not finite after a few steps; expected finite settings in its param_groups"
     if plain.moved:
         return "it gives parameters another storage; expected steps in place, such as p.data.add_(...)"
-    if plain.changed:
-        return (
-            f"it keeps state in its parameter groups ({', '.join(sorted(plain.changed))}), which are set from yours "
-            "before every step; expected all state in optimizer.state[parameter]"
-        )
     everything = range(len(trial.starts))
     alone = [trial.train([index]).history for index in everything]
     if not _is_equal(plain.history, _side_by_side(alone)):
         return (
             "what it does to one parameter depends on others, as with a norm of all gradients; clip with "
-            "Options(clip_norm=...), and take an optimizer that treats each parameter by itself, such as AdamW or Muon"
+            "Options(clip_norm=...), switch off a clip of its own, and take an optimizer that treats each parameter by "
+            "itself, such as AdamW or Muon"
         )
-    if not _is_equal(plain.history, trial.train_parts(Tensor.clone).history):
+    if not _is_equal(plain.history, trial.train(everything, attributes=False).history):
         return (
             "what it does depends on an attribute of the parameter, which owners do not have; expected settings in "
             "parameter groups"

@@ -16,7 +16,7 @@ from stretto.errors import ConfigError
 from stretto.flat import Block, Layout, Owned, Slices
 from stretto.optimizer.private import is_elementwise, rebuild
 from stretto.optimizer.segments import Piece, Segment, cut_segments, owned_pieces, segment_of
-from stretto.optimizer.settings import Hyperparameters, by_value
+from stretto.optimizer.settings import Hyperparameters, by_value, read_hyperparameters
 
 _BLOCK = 2**16
 """Elements of a sum that are widened at a time, on a processor: they stay in its cache."""
@@ -191,6 +191,8 @@ class ShardedOptimizer:
             optimizer, [[s.master for s in self.segments if s.group == index] for index in range(num_groups)]
         )
         self._ghost = rebuild(optimizer, [[] for _ in range(num_groups)])
+        self._turned: Hyperparameters = []
+        """The user's settings at the last step or preview; none before the first."""
 
     def adopt(self, parameters: Sequence[Tensor]) -> None:
         """Copy the parameters' present values into the masters."""
@@ -258,11 +260,33 @@ class ShardedOptimizer:
         """Return the part of per-bucket `tensors` (masters or sums) that holds `piece`."""
         return tensors[piece.bucket][piece.start : piece.start + piece.numel]
 
+    def changes(self) -> Hyperparameters:
+        """Return what steps have changed in each parameter group, such as a count, by value."""
+        return [
+            {
+                key: value
+                for key, value in entries.items()
+                if key not in turned or not _is_same(turned[key], value)
+            }
+            for entries, turned in zip(read_hyperparameters(self.optimizer), self._turned, strict=False)
+        ]
+
+    def forget_settings(self) -> None:
+        """Take every entry of the parameter groups from the user's at the next step: a checkpoint has set these."""
+        self._turned = []
+
     def _turn(self, hyperparameters: Hyperparameters) -> None:
-        for group, settings in zip(self.optimizer.param_groups, hyperparameters, strict=True):
-            parameters = group["params"]
-            group.clear()  # of what the user has removed, too
-            group.update(settings, params=parameters)
+        """Set what the user has set since the last time; what steps have changed stays, as in a plain loop."""
+        for index, (group, settings) in enumerate(
+            zip(self.optimizer.param_groups, hyperparameters, strict=True)
+        ):
+            turned = self._turned[index] if self._turned else dict.fromkeys(group.keys() - {"params"})
+            for key in turned.keys() - settings.keys():
+                group.pop(key, None)
+            for key, value in settings.items():
+                if not self._turned or key not in turned or not _is_same(turned[key], value):
+                    group[key] = by_value(value)
+        self._turned = hyperparameters
 
     def _step_ghosts(
         self,
@@ -275,9 +299,9 @@ class ShardedOptimizer:
         """Step `copy`, of one block's masters, with copies of its state."""
         mean = gradient.mean_of(block, clip)
         groups = self._ghost.param_groups
-        for group, original in zip(groups, self.optimizer.param_groups, strict=True):
-            group.update(original)
-            group["params"] = []
+        for group, entries in zip(groups, read_hyperparameters(self.optimizer), strict=True):
+            group.clear()  # of what the last ghosts have counted
+            group.update(entries, params=[])
         states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         ghosts, copies, originals = [], [], []
         for segment in segments:
@@ -331,6 +355,12 @@ class ShardedOptimizer:
         members[position : position + 1] = [part.master for part in parts]
         position = self.segments.index(segment)
         self.segments[position : position + 1] = parts
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return one is other or repr(one) == repr(other)
 
 
 def inside(values: Slices, block: Block) -> Tensor:

@@ -1,27 +1,29 @@
 """A few updates of small tensors by an optimizer of the user's class, as a plain loop makes them and as owners do."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from stretto.flat import ALIGNMENT, plan_layout
-from stretto.optimizer.private import is_elementwise, own_attributes, rebuild
+from stretto.errors import UnsupportedOptimizer
+from stretto.flat import plan_layout
+from stretto.optimizer.private import own_attributes, rebuild
 from stretto.optimizer.segments import Segment
 from stretto.optimizer.settings import Hyperparameters, read_hyperparameters
 from stretto.optimizer.sharded import ReducedGradient, ShardedOptimizer
 from stretto.optimizer.state import adopt_states, piece_states
 
-_UPDATES = 6
-"""The warm-up of RAdam and the period of Lookahead, as these are usually set, are over at the last."""
+_UPDATES = 12
+"""Warm-ups and periods of ten, as they are usually set, are over at the last."""
 _REPLACED_BEFORE = (2, 5)
 """Not at multiples of one number: whoever counts steps, to whatever number, has lost count after one of the two."""
 _OWNERS = 2
-_NUMEL_MIN, _NUMEL_MAX = 3 * ALIGNMENT, 8192
-"""Elements of a trial tensor: enough to be cut; 8-bit optimizers treat those above 4096 in another way."""
+_NUMEL_MIN, _NUMEL_MAX = 64, 8192
+"""Elements of a trial tensor; 8-bit optimizers treat those above 4096 in another way."""
 _LEARNING_RATES = (0.01, 0.02, 0.005)
 """Not the user's, which may start at zero, where every optimizer looks harmless."""
 _GRADIENT_SCALES = (1.0, 1e4, 1e-4)
@@ -29,6 +31,23 @@ _GRADIENT_SCALES = (1.0, 1e4, 1e-4)
 
 Values = list[Tensor]
 """One tensor for each trial tensor, in order."""
+
+
+class Collectives(TorchDispatchMode):
+    """Raises where a step communicates: ranks own different tensors, so that they would wait for each other forever."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch's
+        self._name = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise UnsupportedOptimizer(
+                f"{self._name} communicates in its step ({func.name()}): expected steps of this rank alone, because "
+                "Stretto deals tensors to ranks and sends what they become; hand over the same rule without its "
+                "collectives, as [torch.optim.Muon(matrices), torch.optim.AdamW(others)]"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 class Trial:
@@ -74,36 +93,51 @@ class Trial:
             groups[self.group_of[index]].append(tensor)
         return rebuild(self.optimizer, groups)
 
-    def train(self, chosen: Sequence[int]) -> "PlainLoop":
-        """Train the `chosen` tensors with one optimizer."""
-        return PlainLoop(self, {index: _twin(self.starts[index]) for index in chosen}, Tensor.clone)
-
-    def train_parts(self, part: Callable[[Tensor], Tensor]) -> "PlainLoop":
-        """Train a part of every tensor, as a tensor without attributes."""
-        parts = {index: nn.Parameter(part(start.detach()).clone()) for index, start in enumerate(self.starts)}
-        return PlainLoop(self, parts, part)
+    def train(self, chosen: Sequence[int], *, attributes: bool = True) -> "PlainLoop":
+        """Train the `chosen` tensors with one optimizer, with or without what the user has set on parameters."""
+        return PlainLoop(
+            self,
+            {
+                index: _twin(self.starts[index])
+                if attributes
+                else nn.Parameter(self.starts[index].detach().clone())
+                for index in chosen
+            },
+        )
 
 
 class PlainLoop:
     """What a plain loop makes of some trial tensors."""
 
-    def __init__(self, trial: Trial, tensors: Mapping[int, Tensor], part: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, trial: Trial, tensors: Mapping[int, Tensor]) -> None:
         self.history: list[Values] = []
         """The values after every update."""
+        self.groups: list[list[dict[str, str]]] = []
+        """What parameter groups hold after every update."""
         self.changed: set[str] = set()
         """Entries of parameter groups that a step has changed."""
+        self.wrote_gradients = False
+        self.counts: set[str] = set()
+        """Attributes of the optimizer that every step has changed, and that are whole numbers."""
         places = [tensor.data_ptr() for tensor in tensors.values()]
         random_state = torch.get_rng_state()
         optimizer = trial.rebuilt(tensors)
-        for gradients, settings in zip(trial.gradients, trial.settings, strict=True):
+        for update, (gradients, settings) in enumerate(zip(trial.gradients, trial.settings, strict=True)):
             for group, one in zip(optimizer.param_groups, settings, strict=True):
                 group.update({key: value for key, value in one.items() if key == "lr"})
-            before = read_hyperparameters(optimizer)
+            before, numbers = described_groups(optimizer), _whole_numbers(optimizer)
             for index, tensor in tensors.items():
-                tensor.grad = part(gradients[index])
+                tensor.grad = gradients[index].clone()
             optimizer.step()
-            for old, new in zip(before, read_hyperparameters(optimizer), strict=True):
-                self.changed |= {key for key in new if key not in old or repr(old[key]) != repr(new[key])}
+            self.wrote_gradients |= not all(
+                tensor.grad is not None and torch.equal(tensor.grad, gradients[index])
+                for index, tensor in tensors.items()
+            )
+            self.groups.append(described_groups(optimizer))
+            for old, new in zip(before, self.groups[-1], strict=True):
+                self.changed |= {key for key in new if old.get(key) != new[key]}
+            counted = {key for key, value in _whole_numbers(optimizer).items() if numbers.get(key) != value}
+            self.counts = counted & self.counts if update > 1 else counted
             self.history.append([tensor.detach().clone() for tensor in tensors.values()])
         self.is_random = not torch.equal(random_state, torch.get_rng_state())
         self.moved = places != [tensor.data_ptr() for tensor in tensors.values()]
@@ -113,39 +147,44 @@ class PlainLoop:
 class Owners:
     """What owners make of the trial tensors, as in a job whose optimizer is sharded.
 
-    They preview every step. Twice they are replaced by others that get the masters and the state by parameter, and
-    nothing else, as from a checkpoint.
-
-    Args:
-        trial: What is tried.
-        whole: Groups whose tensors are not cut.
+    They preview every step. Twice they are replaced by others that get the masters, the state by parameter and the
+    groups, and nothing else, as from a checkpoint.
     """
 
-    def __init__(self, trial: Trial, whole: Collection[int]) -> None:
+    def __init__(self, trial: Trial) -> None:
         self.history: list[Values] = []
         """The values after every update; not a number where a preview has shown others."""
-        self.wrote_gradients = False
+        self.groups: list[list[list[dict[str, str]]]] = []
+        """What the parameter groups of every owner hold after every update."""
         self.state: dict[tuple[int, str], str] = {}
-        """Kind of every entry of the state after the first update, by group and name: number, moment, tensor of a whole
-        parameter, plain or other."""
+        """Kind of every entry of the state after the first update, by group and name: number, tensor, plain or
+        other."""
         self.later_state: dict[tuple[int, str], str] = {}
         """The same after the last."""
         model = nn.ParameterList(_twin(start) for start in trial.starts)
         self._optimizer = trial.rebuilt(dict(enumerate(model)))
-        # No slice of such a bucket holds a whole tensor, so each is cut that may be.
         self._layout, self._parameters = plan_layout(
             model,
             self._optimizer,
             world_size=_OWNERS,
             bucket_bytes=trial.numel * 4,
             widen=True,
-            whole_groups=whole,
+            whole_groups=frozenset(trial.group_of),
         )
+        self._loaded: Hyperparameters = [{} for _ in self._optimizer.param_groups]
+        """What a checkpoint has brought into the user's groups."""
         self._owners = self._new_owners()
         for update, (gradients, settings) in enumerate(zip(trial.gradients, trial.settings, strict=True)):
             if update in _REPLACED_BEFORE:
                 self._replace()
-            self._step(gradients, settings)
+            self._step(
+                gradients,
+                [
+                    {**one, **loaded, **{key: value for key, value in one.items() if key == "lr"}}
+                    for one, loaded in zip(settings, self._loaded, strict=True)
+                ],
+            )
+            self.groups.append([described_groups(owner.optimizer) for owner in self._owners])
             self.later_state = self._kinds_of_state()
             self.state = self.state or self.later_state
 
@@ -156,6 +195,10 @@ class Owners:
         ]
 
     def _replace(self) -> None:
+        self._loaded = [
+            {**loaded, **changes}
+            for loaded, changes in zip(self._loaded, self._owners[0].changes(), strict=True)
+        ]
         former, self._owners = self._owners, self._new_owners()
         for old, new in zip(former, self._owners, strict=True):
             for master, value in zip(new.masters, old.masters, strict=True):
@@ -169,11 +212,9 @@ class Owners:
         )
         for owner in self._owners:
             reduced = self._reduced(owner, gradients)
-            sums = [one.clone() for one in reduced.sums]
             owner.preview(reduced, settings, 1.0, previewed)
             owner.step(reduced, settings, 1.0)
             owner.publish(stepped)
-            self.wrote_gradients |= not all(map(torch.equal, sums, reduced.sums))
         for found, expected in zip(stepped, previewed, strict=True):
             found[found != expected] = torch.nan
         slots = sorted(self._layout.slots, key=lambda slot: int(slot.name))
@@ -196,6 +237,15 @@ class Owners:
             for segment in owner.segments
             for key, value in owner.optimizer.state.get(segment.master, {}).items()
         }
+
+
+def described_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:
+    """Return text for what every parameter group holds."""
+    return [{key: repr(value) for key, value in group.items()} for group in read_hyperparameters(optimizer)]
+
+
+def _whole_numbers(optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    return {key: value for key, value in own_attributes(optimizer).items() if type(value) is int}
 
 
 def _described(value: Any) -> str | None:
@@ -230,15 +280,12 @@ def _kinds(parameters: Sequence[Tensor]) -> list[Tensor]:
 def _small(like: Tensor, numel: int, generator: torch.Generator) -> nn.Parameter:
     """Return a parameter of the kind of `like` with at least `numel` elements and the dtype of its master.
 
-    Its size is a multiple of `ALIGNMENT`, so that fused optimizers see the same vector lanes however it is cut. A
-    matrix is nearly square, so that an optimizer that decomposes products of its rows or columns is soon done.
+    A matrix is nearly square, so that an optimizer that decomposes products of its rows or columns is soon done.
     """
     leading = [2] * (like.dim() - 2)
     rest = math.ceil(numel / 2 ** len(leading))
     rows = [2 ** (rest.bit_length() // 2)] if like.dim() > 1 else []
-    before = math.prod(leading + rows)
-    unit = max(1, ALIGNMENT // before)
-    shape = [*leading, *rows, unit * math.ceil(numel / before / unit)]
+    shape = [*leading, *rows, math.ceil(numel / math.prod(leading + rows))]
     start = nn.Parameter(torch.randn(shape, generator=generator).to(like.device, _master_dtype(like)))
     vars(start).update(vars(like))
     return start
@@ -260,6 +307,4 @@ def _kind(value: Any, segment: Segment) -> str:
         return "plain" if value is None or isinstance(value, bool | int | float | str) else "other"
     if value.dim() == 0:
         return "number"
-    if segment.pieces[0].slot.is_whole:
-        return f"tensor of {value.numel()} for {segment.master.numel()}"
-    return "moment" if is_elementwise(value, segment.master) else "other"
+    return f"tensor of {value.numel()} for {segment.master.numel()}"
