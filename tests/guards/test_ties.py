@@ -63,4 +63,4 @@ def test_values_that_follow_from_masters_that_agree_are_told_apart_without_more(
 def test_masters_that_differ_between_two_ranks_end_the_job_with_an_error_that_says_what_would_help() -> None:
     error = trained(st.ReplicaGuard(), STEP)[0].error
     assert isinstance(error, ReplicasDiverged)
-    assert "AtRest() or a third rank" in str(error)
+    assert "A third rank could tell, and AtRest() if nobody" in str(error)

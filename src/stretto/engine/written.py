@@ -13,7 +13,7 @@ Note [Buffers that are written at rest]
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from stretto.engine.buffers import Buffer, changes_of
@@ -34,6 +34,16 @@ class WrittenStatistics(Statistics):
     def took_off(self, snapshot: list[Buffer]) -> None:
         """A round with this snapshot takes off; what was written since is in the next one."""
         self._late = snapshot, self.copies
+
+    def go_back(self, right: Collection[str]) -> None:
+        """Take back what passes of the accumulating round have written, which ran with damaged values; not of `right`.
+
+        Args:
+            right: Names of buffers that hold what they should.
+        """
+        before = self.sound if self._late is None else self._late[1]
+        columns = enumerate(zip(self.names, changes_of(before, self.live), strict=True))
+        self._put({i: before[i] for i, (name, is_written) in columns if is_written and name not in right})
 
     def agree(self) -> None:
         """Declare the live values, equal on all ranks, to be what all ranks agree on."""

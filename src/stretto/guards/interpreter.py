@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import get_args
 
 from torch import Tensor
@@ -79,6 +79,8 @@ class GuardInterpreter:
         self._seals = Seals()
         self._has_copies = has_copies
         self._mending = Mending(replica, self._seals, self._fixed, self._where)
+        self.is_as_sealed: Callable[[str], bool] = lambda _: False
+        """Whether a fixed tensor is known to be what it was, for a guard that watches those (`ShownValues`)."""
 
     @property
     def performers(self) -> Mapping[type, Performer]:
@@ -98,8 +100,11 @@ class GuardInterpreter:
             Replace: lambda effect, _: self._replace(effect.parts),
             Publish: lambda effect, _: self._mending.publish(effect.part),
             Clear: lambda effect, _: self._mending.clear(effect.part),
-            Recompute: lambda _, flight: recomputed(
-                self._sharded, self._seals, dict(self._shown(flight)) if self._is_replicated else {}
+            Recompute: lambda _, flight: (
+                recomputed(
+                    self._sharded, self._seals, dict(self._shown(flight)) if self._is_replicated else {}
+                )
+                | {part: self.is_as_sealed(part.name) for part in self._fixed}
             ),
             Where: lambda _, __: self._where(),
             Ranks: lambda _, __: self._exchange.numbers,

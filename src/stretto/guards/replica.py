@@ -106,7 +106,8 @@ class ReplicaGuard(Guard):
             found = ", ".join(f"rank {rank}: {hexadecimal(value)}" for rank, value in pairs)
             raise ReplicasDiverged(
                 f"{where}: replicas differ in {part}, and no majority says who is right: expected one digest, found "
-                f"{found}; go on from the last checkpoint, and add AtRest() or a third rank, which can tell"
+                f"{found}; go on from the last checkpoint. A third rank could tell, and AtRest() if nobody has written "
+                "this since it was sealed"
             )
         return right.pop()
 

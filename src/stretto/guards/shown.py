@@ -18,6 +18,8 @@ from stretto.records import Incident
 
 _NO_ACCIDENT = 3
 """How often the same tensor is damaged, in every round or in every other one, until it cannot be chance."""
+_REPLAYS = 2
+"""How often a round is run again: what is damaged meanwhile is mended, and spoils that run too."""
 Mark = tuple[int, int]
 """Address and version counter of a tensor: another one means that the job, or the user, has written it."""
 
@@ -83,6 +85,7 @@ class ShownValues(RoundWatch):
         self._num_rounds = 0
         self._struck: dict[str, tuple[int, int]] = {}
         """How often a tensor was found damaged with one sound round at most in between, and when last, by name."""
+        rounds.interpreter.is_as_sealed = self._is_as_sealed
         self.begin_again()
 
     def begin_again(self) -> None:
@@ -114,9 +117,20 @@ class ShownValues(RoundWatch):
         is_damaged, can_replay = self._rounds.agree(damaged=bool(found), able=self._can_replay(found))
         if not is_damaged:
             return found
+        for _ in range(_REPLAYS):
+            if not (is_damaged and can_replay):
+                break
+            self._replay()
+            again = [*self._repair(), *self._repair_constants()]
+            is_damaged, can_replay = self._rounds.agree(damaged=bool(again), able=self._can_replay(again))
+            found += again
         outcome = "this rank's micro-batches of the round replayed"
-        if not (can_replay and self._replay()):
+        if is_damaged:
             accumulation.leave_out()
+            # Not of those that were just compared or mended: what was there before may be the damaged value.
+            self._model.statistics.go_back(
+                {name for name, one in self._constants.items() if one.checksum and name not in self._written}
+            )
             outcome = "this rank's gradients of the round left out"
             for one in shown:  # where rounds are run again, nothing is lost, and training goes on
                 self._strike(one.site, one.part, "in the step of an optimizer of your own")
@@ -179,7 +193,7 @@ class ShownValues(RoundWatch):
             ParametersTouched: It was found too often, without a break.
         """
         count, last = self._struck.get(name, (0, 0))
-        count = count + 1 if self._num_rounds - last <= 2 else 1
+        count = count + (self._num_rounds > last) if self._num_rounds - last <= 2 else 1
         self._struck[name] = count, self._num_rounds
         if count == _NO_ACCIDENT:
             raise ParametersTouched(
@@ -205,14 +219,20 @@ class ShownValues(RoundWatch):
         """Return whether the round's micro-batches were kept, and the model holds what was installed, after damage."""
         return self._rounds.kept.is_whole and (not found or self._is_installed())
 
-    def _replay(self) -> bool:
-        """Run the round's micro-batches again; return whether they ran with the installed values."""
-        rounds, accumulation = self._rounds, self._rounds.job.compute.accumulation
+    def _replay(self) -> None:
+        """Run the round's micro-batches again."""
+        accumulation = self._rounds.job.compute.accumulation
         accumulation.restart()
         self._model.drop_copies()  # of the damaged values
-        rounds.kept.run(accumulation, rounds.charge)
-        _, is_right = rounds.agree(damaged=True, able=self._is_as_installed())
-        return is_right
+        self._rounds.kept.run(accumulation, self._rounds.charge)
+
+    def _is_as_sealed(self, name: str) -> bool:
+        """Return whether a frozen parameter or buffer is known to be what it was at the end of the last round."""
+        known, (tensor, held) = self._constants.get(name), self._untrained()[name]
+        if known is None or known.checksum is None or known.mark != mark_of(tensor, held):
+            return False
+        ((expected, found),) = compared([known.checksum], [held])
+        return expected == found
 
     def _is_installed(self) -> bool:
         """Return whether the parameters are as installed; if needed, install a replicated optimizer's masters."""
