@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     )
     from stretto.survive import LocalCheckpoints, Term, survives
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "ACCO",
