@@ -21,7 +21,7 @@ def compare(*words: str) -> dict[str, Any]:
 def test_arms_run_in_turns_and_leave_records_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     results = compare(
         "--strategies", "compute,acco:wire=bf16:clock=1,4:lr=0.01", "--updates", "5", "--repeats", "2",
-        "--warmup-updates", "1", "--link", "1gbit", "--evaluate-every", "2",
+        "--link", "1gbit", "--evaluate-every", "2",
     )  # fmt: skip
     runs = results["runs"]
     assert [(run["repeat"], run["strategy"]) for run in runs] == [

@@ -83,7 +83,7 @@ def test_a_run_that_data_end_shows_their_share_and_the_time_left_by_its_rate(
     """Under a clock or an echo an update takes of them what it takes: their rate is that of the last updates."""
     draw = random.Random(seed)
     spent, seconds = [draw.uniform(0, 0.5)], [draw.uniform(0, 99)]  # a resumed run has spent some
-    progress = Progress(Header(title="", updates=None, seconds=None, data="500,000 tokens"))
+    progress = Progress(Header(title="", updates=None, seconds=None, samples=500_000))
     progress.lasts(lambda: spent[-1])
     for step in range(1, draw.randint(2, 20)):
         spent.append(spent[-1] + draw.uniform(0, 0.025))
@@ -93,12 +93,12 @@ def test_a_run_that_data_end_shows_their_share_and_the_time_left_by_its_rate(
     console = Console(file=io.StringIO(), width=80)
     console.print(progress)
     line = capsys.readouterr().out.splitlines()[-1]
-    share = f"update {step + 1}, {spent[-1]:.0%} of 500,000 tokens"
+    share = f"update {step + 1}, {spent[-1]:.0%} of 500,000 samples"
     assert line.startswith(share)
     if step > 1:
         left = (1 - spent[-1]) * (seconds[-1] - seconds[1]) / (spent[-1] - spent[1])
         assert f"{clock(left)} left" in line
-        assert f"{spent[-1]:.0%} of 500,000 tokens, {clock(left)} left" in console.file.getvalue()
+        assert f"{spent[-1]:.0%} of 500,000 samples, {clock(left)} left" in console.file.getvalue()
 
 
 def test_the_panel_shows_loss_speed_exposure_the_lane_and_the_time_left() -> None:

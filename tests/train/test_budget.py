@@ -14,7 +14,6 @@ from stretto.errors import ConfigError
 from stretto.schedules import Cosine
 from stretto.strategies import STRATEGIES
 from stretto_lab.observe import read_json_lines
-from stretto_lab.recipes import StdlibGPT
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.budget import Budget, Paced
 from stretto_lab.train.configuration import RunConfig
@@ -170,18 +169,10 @@ def test_a_stock_method_ends_at_the_same_budget() -> None:
     assert ours[0].fresh_samples == theirs[0].fresh_samples >= 300
 
 
-def test_tokens_are_as_many_samples_as_hold_them() -> None:
-    task = StdlibGPT(context=100)
-    assert RunConfig(task=task, tokens=1000).planned_samples == 10
-    assert RunConfig(task=task, tokens=1001).planned_samples == 11
-
-
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
         ({"updates": 3, "samples": 9}, "updates=3 and samples=9: expected one length"),
-        ({"samples": 9, "tokens": 9}, "expected one length"),
-        ({"tokens": 9}, "Tiny has no tokens_per_sample"),
         ({"samples": 0}, "samples must be at least 1"),
         ({"samples": 90, "strategy": "local:rate=0.5", "echo": "ready"}, "ranks that step alone do not hear"),
         (

@@ -4,11 +4,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from stretto.errors import ConfigError
 from stretto_lab.cli.options import TASK, named_as_options
 from stretto_lab.cli.run_folder import CONFIG, command_of
 from stretto_lab.cli.screens import recommendation
-from stretto_lab.evidence import SMALL
 from stretto_lab.plan import PlanConfig, Ranking, plan
 from stretto_lab.recipes import TaskConfig
 from stretto_lab.train.arms import AUTO, parse_arm
@@ -45,21 +43,10 @@ def without_auto(options: Sequence[str]) -> list[str]:
     return kept
 
 
-def check_chosen(given: Sequence[str], options: Sequence[str]) -> None:
-    """Raise where the words that were given now speak of how a strategy is chosen, and none is.
-
-    Raises:
-        ConfigError: They do.
-    """
-    if any(word.partition("=")[0] == "--allow-loss" for word in given) and not is_auto(options):
-        raise ConfigError("--allow-loss says what a choice may cost: expected --strategy auto beside it")
-
-
 def choose(run: RunConfig[TaskConfig], ranks: Ranks, log: Callable[[str], None]) -> str:
     """Return the strategy that a plan chooses, the same on all ranks; `log` is told why."""
     with named_as_options(run):
-        allowed = SMALL if run.allow_loss is None else run.allow_loss
-        job: PlanConfig[TaskConfig] = PlanConfig(**part_of(run, Job), allow_loss=allowed)
+        job: PlanConfig[TaskConfig] = PlanConfig(**part_of(run, Job))
     (ranking,) = rankings(job, ranks, prices_all=False)
     log(recommendation(ranking))
     return ranking.choice.arm

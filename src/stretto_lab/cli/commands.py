@@ -12,7 +12,6 @@ from stretto.errors import ConfigError, StrettoError, UnknownName
 from stretto.terminal import printable
 from stretto_lab.campaign import CampaignConfig, repeat_fault, run_campaign, small
 from stretto_lab.cli.auto import (
-    check_chosen,
     choose,
     chosen_before,
     is_auto,
@@ -113,7 +112,6 @@ def train_command(words: Sequence[str]) -> None:
     """Train a recipe on local workers, or as a rank of a launcher."""
     named, given = parse_options("train", words, CONFIGURE["train"])
     run, options = _with_folder(named, given), list(words[1:])
-    check_chosen(words, options)
     ranks = find_ranks(run.workers, run.device)
     run, given = (dataclasses.replace(one, workers=ranks.world_size) for one in (run, given))
     if run.strategy == AUTO:
@@ -145,7 +143,6 @@ def resume_command(words: Sequence[str]) -> None:
     run = dataclasses.replace(run, workers=ranks.world_size)
     if any(word.startswith("--strategy") for word in given):  # what was chosen before no longer counts
         options = going_on(without_auto(before["options"]), given)
-    check_chosen(given, options)
     if run.strategy == AUTO:
         chosen = choose(run, ranks, _log(ranks))
         run, options = dataclasses.replace(run, strategy=chosen), [*options, "--strategy", chosen]

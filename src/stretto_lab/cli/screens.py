@@ -52,7 +52,7 @@ def print_run(outcome: Outcome, run: RunConfig[TaskConfig], *, is_on_a_link: boo
     print()
     print(f"the run is in   {run.run_dir}")
     if run.checkpoint_every is not None:
-        lengths = {"--seconds": run.seconds, "--samples": run.samples, "--tokens": run.tokens}
+        lengths = {"--seconds": run.seconds, "--samples": run.samples}
         given = {option: length for option, length in lengths.items() if length is not None}
         option, length = next(iter(given.items()), ("--updates", outcome.updates))
         print(f"go on with it   {resume_command(run, option, f'{2 * length:.15g}')}")

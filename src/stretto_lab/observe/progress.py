@@ -37,8 +37,8 @@ class Header:
     """Committed updates until the end; None where they do not end the run."""
     seconds: float | None
     """Training seconds until the end; None where they do not end the run."""
-    data: str = ""
-    """Samples or tokens until the end, for people; empty where they do not end the run."""
+    samples: int | None = None
+    """Samples until the end; None where they do not end the run."""
     is_virtual: bool = False
     """Whether the run has a virtual clock, so that its seconds are not those of who looks on."""
     loss_unit: str = ""
@@ -86,7 +86,7 @@ class Progress(Observer):
         self._is_stopped = is_stopped
 
     def lasts(self, share: Callable[[], float]) -> None:
-        """Tell how far the run is: `share()` of the updates, samples or tokens that end it is done, at most 1."""
+        """Tell how far the run is: `share()` of the updates or samples that end it is done, at most 1."""
         self._share = share
 
     def doing(self, what: str) -> None:
@@ -239,7 +239,9 @@ class Progress(Observer):
     def _step_text(self) -> str:
         last = self._recent[-1]
         text = f"{last.update.step}" + ("" if self._header.updates is None else f"/{self._header.updates}")
-        return f"{text}, {last.share:.0%} of {self._header.data}" if self._header.data else text
+        return (
+            f"{text}, {last.share:.0%} of {self._header.samples:,} samples" if self._header.samples else text
+        )
 
     def _left_text(self) -> str:
         """Say how many hours, if any, minutes and seconds are left until the first of the run's possible ends."""
@@ -249,7 +251,7 @@ class Progress(Observer):
             left.append((self._header.updates - last.update.step) * averages.seconds_per_update)
         if self._header.seconds is not None:
             left.append(self._header.seconds - last.seconds)
-        if self._header.data and averages.share_per_second:
+        if self._header.samples and averages.share_per_second:
             left.append((1 - last.share) / averages.share_per_second)
         if not left:
             return "unknown left"
@@ -271,7 +273,7 @@ class _Moment(NamedTuple):
     seconds: float
     """Of training so far."""
     share: float
-    """Of the run's updates, samples or tokens that is done; 0 where they do not end it."""
+    """Of the run's updates or samples that is done; 0 where they do not end it."""
 
 
 class Curve:

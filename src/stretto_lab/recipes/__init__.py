@@ -8,7 +8,7 @@ from stretto_lab.recipes.digits_resnet import DigitsResNet
 from stretto_lab.recipes.language import Language
 from stretto_lab.recipes.own import absolute, digest, names_own, own_recipe
 from stretto_lab.recipes.stdlib_gpt import StdlibGPT
-from stretto_lab.recipes.task import Loss, OverFiles, OverTokens, ResumableLoader, Task, TaskConfig
+from stretto_lab.recipes.task import Loss, OverFiles, ResumableLoader, Task, TaskConfig
 
 RECIPES: dict[str, Callable[[], TaskConfig]] = {
     "stdlib-gpt": StdlibGPT,
@@ -42,7 +42,6 @@ __all__ = [
     "Loss",
     "MicroBatches",
     "OverFiles",
-    "OverTokens",
     "ResumableLoader",
     "StdlibGPT",
     "Task",

@@ -92,11 +92,6 @@ class StdlibGPT:
         check_at_least(self, layers=1, width=1, heads=1, context=1, batch=1, lr=0, evaluation_windows=1)
 
     @property
-    def tokens_per_sample(self) -> int:
-        """Tokens that a window predicts."""
-        return self.context
-
-    @property
     def loss_unit(self) -> str:
         """Of the mean loss: what it is a mean over depends on the tokens."""
         return "nats per byte" if self.data.tokens == "bytes" else "nats per token"

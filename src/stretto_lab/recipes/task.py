@@ -69,16 +69,6 @@ class OverFiles(Protocol):
         ...
 
 
-@runtime_checkable
-class OverTokens(Protocol):
-    """Options of a task whose samples are rows of tokens."""
-
-    @property
-    def tokens_per_sample(self) -> int:
-        """Length of every row, padding included."""
-        ...
-
-
 class ResumableLoader(Protocol[BatchOut]):
     """The micro-batches of one rank, in an order that a saved state can continue.
 

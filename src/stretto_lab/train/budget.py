@@ -134,7 +134,7 @@ def budget_of(run: RunConfig[TaskT], world_size: int) -> Budget | None:
     Raises:
         ConfigError: Ranks could not agree on how much is spent.
     """
-    samples, updates = run.planned_samples, run.planned_updates
+    samples, updates = run.samples, run.planned_updates
     if samples is None:
         return None if updates is None else Budget(updates)
     batch = samples_of(run.task)

@@ -64,7 +64,7 @@ def compare(
         for arm in arms:
             run = _run_of(arm, comparison, repeat)
             log(f"repeat {repeat + 1} of {comparison.repeats}: {arm.text}{left(started, len(runs), whole)}")
-            outcome = train(ranks, run, comparison.warmup_updates, shows_progress=True, is_passing=True)
+            outcome = train(ranks, run, shows_progress=True, is_passing=True)
             runs.append(_record(arm, run, repeat, outcome))
             log(_summary(runs[-1]))
             if ranks.is_first:

@@ -20,13 +20,13 @@ from stretto.fields import check_at_least, is_count
 from stretto.groups import Link
 from stretto.guards.text import parse_guards
 from stretto_lab.faults import Fault
-from stretto_lab.recipes import OverTokens, TaskConfig
+from stretto_lab.recipes import TaskConfig
 from stretto_lab.train.arms import AUTO, Arm, parse_arm, parse_arms
 from stretto_lab.train.slow_loader import SlowStore
 
 TaskT = TypeVar("TaskT", bound=TaskConfig)
 
-LENGTHS = ("updates", "samples", "tokens")
+LENGTHS = ("updates", "samples")
 """Fields that say how long a run is; one at most."""
 DEFAULT_UPDATES = 240
 """Length of a run whose end nobody chose."""
@@ -53,8 +53,6 @@ class Training(Options, Generic[TaskT]):
     """Samples after which the run ends, instead of updates; those of all ranks at their first use, so that echoes are
     free. Schedules stretch over them. It ends with the first update at or beyond; where communication is hidden, under
     a clock or an echo, one later."""
-    tokens: int | None = None
-    """Tokens after which the run ends, instead of updates; as many samples as hold them, padding included."""
     micro_batches: int = 4
     """Micro-batches per rank and update; the batch is this times the ranks times the recipe's own batch."""
     clock: Clock | None = None
@@ -75,18 +73,17 @@ class Training(Options, Generic[TaskT]):
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)  # a bare super() does not find its class in a slotted dataclass
-        check_at_least(self, seed=0, updates=1, samples=1, tokens=1, micro_batches=1, evaluate_every=1)
-        if len(given := [name for name in LENGTHS if getattr(self, name) is not None]) > 1:
+        check_at_least(self, seed=0, updates=1, samples=1, micro_batches=1, evaluate_every=1)
+        if self.updates is not None and self.samples is not None:
             raise ConfigError(
-                f"{given[0]}={getattr(self, given[0])} and {given[1]}={getattr(self, given[1])}: expected one length "
-                "of the run; leave out one"
+                f"updates={self.updates} and samples={self.samples}: expected one length of the run; leave out one"
             )
-        if self.planned_samples is not None:
+        if self.samples is not None:
             samples_of(self.task)
         parse_guards(self.guards)
         SlowStore.parse(self.slow_loader)
         if self.echo != "none":
-            parse_plan(self.echo, self.planned_updates if self.planned_samples is None else 1)
+            parse_plan(self.echo, self.planned_updates if self.samples is None else 1)
 
     @property
     def options(self) -> Options:
@@ -97,17 +94,6 @@ class Training(Options, Generic[TaskT]):
     def planned_updates(self) -> int | None:
         """Committed updates after which the run ends, or None where only time or loss end it."""
         return self.updates
-
-    @property
-    def planned_samples(self) -> int | None:
-        """Fresh samples after which the run ends, or None where they do not end it."""
-        return self.samples if self.tokens is None else -(-self.tokens // tokens_of(self.task))
-
-    @property
-    def planned_data(self) -> str:
-        """Samples or tokens after which the run ends, for people; empty where they do not end it."""
-        given = [f"{count:,} {name}" for name in LENGTHS[1:] if (count := getattr(self, name)) is not None]
-        return "".join(given)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,13 +143,13 @@ class Job(Training[TaskT]):
     @property
     def planned_updates(self) -> int | None:
         """Committed updates after which the run ends, or None where only time or loss end it."""
-        others = (self.planned_samples, self.seconds, self.to_loss)
+        others = (self.samples, self.seconds, self.to_loss)
         return DEFAULT_UPDATES if self.updates is None and others == (None, None, None) else self.updates
 
     @property
     def planned_seconds(self) -> float | None:
         """Training time after which the run ends, or None where time does not end it."""
-        others = (self.updates, self.planned_samples, self.seconds)
+        others = (self.updates, self.samples, self.seconds)
         return DEFAULT_PATIENCE if self.to_loss is not None and others == (None, None, None) else self.seconds
 
     def fitted_to(self, arm: Arm) -> Self:
@@ -210,19 +196,6 @@ def samples_of(task: TaskConfig) -> int:
     return int(batch)
 
 
-def tokens_of(task: TaskConfig) -> int:
-    """Return how many tokens a sample of a task has.
-
-    Raises:
-        ConfigError: Its samples are no rows of tokens.
-    """
-    if not isinstance(task, OverTokens):
-        raise ConfigError(
-            f"{type(task).__name__} has no tokens_per_sample: expected a number of samples instead of tokens"
-        )
-    return task.tokens_per_sample
-
-
 def _with_rate(task: TaskT, rate: float) -> TaskT:
     if not dataclasses.is_dataclass(task) or "lr" not in {field.name for field in dataclasses.fields(task)}:
         raise ConfigError(f"{type(task).__name__} has no field lr that an arm could set")
@@ -246,9 +219,6 @@ class RunConfig(Job[TaskT]):
     strikes: int | None = 3
     """Once damage was attributed to the same rank or link in this many updates, the job goes on without it; None for
     no limit."""
-    allow_loss: float | None = None
-    """With --strategy auto: nats of held-out loss that the choice may cost, as far as it was measured; None is 0.02.
-    Averages of replicas need 0.04 and more."""
     restarts: int = 3
     """Times that local workers go on from the last checkpoint after damage that cannot be repaired, or that came too
     often, without those it is attributed to; 0 for none."""
@@ -279,9 +249,7 @@ class RunConfig(Job[TaskT]):
 
     def __post_init__(self) -> None:
         Job.__post_init__(self)
-        check_at_least(
-            self, total_micro_batches=1, checkpoint_every=1, checkpoints_kept=1, restarts=0, allow_loss=0
-        )
+        check_at_least(self, total_micro_batches=1, checkpoint_every=1, checkpoints_kept=1, restarts=0)
         if self.total_micro_batches is not None and self.clock is not None:
             raise ConfigError(
                 f"total_micro_batches={self.total_micro_batches} with a clock, which decides how many there are: leave "
@@ -350,12 +318,10 @@ class CompareConfig(Job[TaskT]):
     evaluate_every: int | None = 10
     """Updates between evaluations of the held-out loss, with the clock stopped; None for those before and after
     a run alone."""
-    warmup_updates: int = 3
-    """First updates of a run that samples per second leave out."""
 
     def __post_init__(self) -> None:
         Job.__post_init__(self)
-        check_at_least(self, repeats=1, warmup_updates=0)
+        check_at_least(self, repeats=1)
         if not self.strategies:
             raise ConfigError("strategies is empty: a comparison needs at least one strategy")
         parse_arms(self.strategies, self.learning_rates)

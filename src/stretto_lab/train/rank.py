@@ -174,7 +174,7 @@ def _progress(
         title=title,
         updates=run.planned_updates,
         seconds=run.planned_seconds,
-        data=run.planned_data,
+        samples=run.samples,
         loss_unit=loss_unit(run.task),
         is_passing=is_passing,
     )

@@ -101,7 +101,7 @@ class SimulateConfig(Training[TaskT]):
     @property
     def planned_updates(self) -> int | None:
         """Committed updates after which the run ends, or None where samples end it."""
-        return DEFAULT_UPDATES if self.updates is None and self.planned_samples is None else self.updates
+        return DEFAULT_UPDATES if self.updates is None and self.samples is None else self.updates
 
     def as_run(self) -> RunConfig[TaskT]:
         """Return the same as a run of real workers, which is what the training loop takes."""
@@ -149,7 +149,7 @@ def simulate(simulation: SimulateConfig[TaskT], *, shows_progress: bool = False)
         title=title,
         updates=run.planned_updates,
         seconds=run.planned_seconds,
-        data=run.planned_data,
+        samples=run.samples,
         is_virtual=True,
         loss_unit=loss_unit(run.task),
     )
