@@ -24,8 +24,8 @@ from benchmarks.device_checks import (
     synchronize,
     trained,
 )  # fmt: skip
+from benchmarks.synchronising import Synchronisations
 from stretto.groups import SoloGroup
-from stretto_lab.testing.synchronising import Synchronisations
 
 
 def versions(device: torch.device) -> dict[str, Any]:

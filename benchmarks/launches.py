@@ -8,7 +8,7 @@ where work itself takes no time; what a bucket costs is the difference over the 
 first line is what PyTorch itself takes of it: to start and to wait for a bucket's two collectives, on a backend of its
 own that does nothing. The second is the same on the group of a lone rank, which is written in Python and which all
 jobs here are on. Launches are PyTorch's operations on the lane that are no views: on a device each is a kernel or a
-few. Waits are those of both lanes, counted as `stretto_lab.testing.synchronising` says, and what a round has without
+few. Waits are those of both lanes, counted as `synchronising.py` says, and what a round has without
 any bucket is shown beside. Time is the processor's, of the lane's thread, in microseconds: in a turn the median over
 updates, and of the turns median and range. Launches and waits are counted in the first turn; they are the same in
 all.
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from synchronising import Synchronisations
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,7 +39,6 @@ from stretto.engine.on_device import choose_runtime
 from stretto.engine.runtime import Pending, Runtime, RuntimeOver
 from stretto.groups import SoloGroup
 from stretto.groups.collectives import method_of
-from stretto_lab.testing.synchronising import Synchronisations
 
 T = TypeVar("T")
 FEW, MANY = 50, 200

@@ -40,7 +40,7 @@
       DiskError (OSError)                   a file cannot be written
       OutputClosed (OSError)                nobody reads any more what a command prints
       WorkerFailed (RuntimeError)           a local worker process ended with an error
-      ConformanceFailed (AssertionError)    something did not pass a check of `stretto_lab.testing`
+      ConformanceFailed (AssertionError)    a campaign's clean job failed, or guards changed it
 
 A message says where (rank, step), what was expected, what was found and what to do.
 """
@@ -286,4 +286,4 @@ class WorkerFailed(StrettoError, RuntimeError):
 
 
 class ConformanceFailed(StrettoError, AssertionError):
-    """Something did not pass a check of `stretto_lab.testing`; the message says what was expected and found."""
+    """A clean job failed, or guards changed it; the message says what was expected and found."""

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.synchronising import Synchronisations
 from stretto import checksums
 from stretto.checksums import Seeds, Sums, compared, digest, digests, digests_of_rows, on_host
 from stretto.guards.repair import repairs
-from stretto_lab.testing.synchronising import Synchronisations
 from tests.checksums.sums import are_alike
 from tests.draws import draws
 

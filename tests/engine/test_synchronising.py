@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from benchmarks.synchronising import Synchronisations
 from stretto import DataParallel, Options, checksums
 from stretto.exchange import WIRES, rotated
 from stretto.strategies import STRATEGIES, Average, DiLoCo, LocalSGD, PAFTDyn, PAFTSync, Strategy
-from stretto_lab.testing.synchronising import Synchronisations
 from stretto_lab.virtual import VirtualCluster
 from tests.draws import part
 

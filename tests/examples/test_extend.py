@@ -3,20 +3,27 @@
 import importlib.util
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 from stretto import ACCO, DDP, Options, ZeRO1
 from stretto.exchange import WIRES
-from stretto.guards import GUARDS, Guard
-from stretto.strategies import STRATEGIES, Strategy
-from stretto_lab.testing import Damage, GuardConformance, StrategyConformance
-from stretto_lab.testing.jobs import Job, saved_and_resumed, train
-from stretto_lab.virtual import VirtualCluster
+from stretto.guards import GUARDS
+from stretto.strategies import STRATEGIES
+from stretto_lab.testing import (
+    Damage,
+    Job,
+    differing,
+    goes_on,
+    guard_faults,
+    on_virtual_ranks,
+    strategy_faults,
+    train,
+)
 from tests.examples.scripts import EXAMPLES, printed
 
 EXTEND = EXAMPLES / "extend"
@@ -55,28 +62,16 @@ def test_a_file_registers_itself_in_one_line(load: Any, name: str) -> None:
     assert sum("# the line of registration" in line for line in lines) == 1
 
 
-def test_the_strategy_passes_the_kit_for_strategies(load: Any) -> None:
+def test_the_strategy_keeps_the_laws(load: Any) -> None:
     kind = load("strategy").ReplicatedACCO
-
-    class Kit(StrategyConformance):
-        world_sizes = (1, 3)  # on two ranks it is compared with ACCO below
-
-        def make_strategy(self) -> Strategy:
-            return kind()
-
-    assert Kit().failures() == {}
+    assert strategy_faults(kind, ranks=(1, 3)) == []  # on two ranks it is compared with ACCO below
 
 
 def test_the_strategy_equals_acco_to_the_bit(load: Any) -> None:
-    kind = load("strategy").ReplicatedACCO
-
-    def courses(strategy: Strategy) -> Any:
-        job = Job(strategy=strategy, micro_batches=2, options=Options())
-        return VirtualCluster(2).run(lambda rank, group: train(job, rank, group)).values
-
-    for ours, library in zip(courses(kind()), courses(ACCO()), strict=True):
-        for state, expected in zip(ours.shown, library.shown, strict=True):
-            assert all(torch.equal(one, other) for one, other in zip(state, expected, strict=True))
+    kinds = (load("strategy").ReplicatedACCO, ACCO)
+    jobs = [Job(strategy=kind(), options=Options(allow_unused=True)) for kind in kinds]
+    ours, library = (on_virtual_ranks(2, partial(train, job)) for job in jobs)
+    assert differing([course.shown for course in library], [course.shown for course in ours]) == []
 
 
 def test_the_strategy_trains_from_the_command_line_under_a_guard_that_acco_cannot_have() -> None:
@@ -86,17 +81,10 @@ def test_the_strategy_trains_from_the_command_line_under_a_guard_that_acco_canno
     assert [record["step"] for record in records("run/updates.jsonl")] == [1, 2, 3]
 
 
-def test_the_guard_keeps_its_promise_in_the_kit_for_guards(load: Any) -> None:
+def test_the_guard_keeps_its_promise(load: Any) -> None:
     kind = load("guard").Alarm
-
-    class Kit(GuardConformance):
-        promises = (Damage(site="masters", outcome="reported"),)
-        strategies = (DDP(),)
-
-        def make_guards(self) -> tuple[Guard, ...]:
-            return (kind(),)
-
-    assert Kit().failures() == {}
+    promise = Damage(site="masters", outcome="reported")
+    assert guard_faults(lambda: (kind(),), (promise,), strategies=(DDP(),)) == []
 
 
 def test_the_guard_speaks_on_the_command_line() -> None:
@@ -107,14 +95,10 @@ def test_the_guard_speaks_on_the_command_line() -> None:
     assert {tuple(record["ranks"]) for record in records("run/incidents.jsonl")} == {(1,)}
 
 
-def test_the_wire_learns_under_a_verified_exchange_and_resumes_to_the_bit(load: Any, tmp_path: Path) -> None:
+def test_the_wire_goes_on_to_the_bit_under_a_verified_exchange(load: Any) -> None:
     load("wire")
-    options = Options(wire="largest", verified=True, bucket_bytes=512)
-    job = Job(strategy=ZeRO1(), micro_batches=2, options=options)
-    findings = (
-        VirtualCluster(2).run(lambda rank, group: saved_and_resumed(job, str(tmp_path), rank, group)).values
-    )
-    assert findings == ([], [])
+    options = Options(wire="largest", verified=True, bucket_bytes=4096, allow_unused=True)
+    assert goes_on(Job(strategy=ZeRO1(), options=options), 2) == []
 
 
 def test_the_wire_trains_from_the_command_line() -> None:

@@ -16,7 +16,7 @@ from stretto.flat import ALIGNMENT
 from stretto.guards import Guard
 from stretto.strategies import STRATEGIES
 from stretto.strategies.ledger import ledger_of
-from stretto_lab.testing.jobs import Damage
+from stretto_lab.testing import Damage
 from stretto_lab.virtual import VirtualCluster
 from tests.optimizer.bowls import SMALL, UPDATES, Bowls, assert_equal, plain, trained
 from tests.optimizer.test_whole import AVERAGES, OPTIMIZERS, SHAPES

@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.style.source import package_files, parsed, place
 
 OWN_BYTES = "pickle.loads(pickle.dumps("
-"""Kits of `stretto_lab.testing` read back what they have written in the same expression."""
+"""Laws of `stretto_lab.testing` read back what they have written in the same expression."""
 UNPICKLERS = {("pickle", "loads"), ("pickle", "load"), ("pickle", "Unpickler"), ("torch", "load")}
 MODULES = {"dill", "cloudpickle", "joblib", "shelve", "marshal"}
 

@@ -1,9 +1,8 @@
-"""The recipes' loaders pass the kit for loaders, and each broken one fails the checks that it should."""
+"""The recipes' loaders keep the laws of loaders, and each broken one breaks the law that it should."""
 
 import copy
-import re
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from stretto.echo import EchoLoader, EchoOptions, Even
-from stretto.errors import ConformanceFailed
 from stretto_lab.recipes.batches import MicroBatches, reshard
 from stretto_lab.recipes.blocks import Packed, Streams
 from stretto_lab.recipes.corpus import Text
@@ -20,9 +18,10 @@ from stretto_lab.recipes.digits_resnet import DigitsResNet
 from stretto_lab.recipes.stdlib_gpt import StdlibGPT
 from stretto_lab.recipes.task import TaskConfig
 from stretto_lab.recipes.text import BytePairs
-from stretto_lab.testing import LoaderConformance
+from tests.kit.loaders import loader_faults
 
 SAMPLES, SIZE = 23, 3
+PER_EPOCH = SAMPLES // SIZE
 BYTES = BytePairs((), 257)
 
 
@@ -36,25 +35,10 @@ class Rows:
         return indices.unsqueeze(1).repeat(1, 2)
 
 
-class TestMicroBatches(LoaderConformance):
-    per_epoch = SAMPLES // SIZE
-    world_sizes = (1, 2, 3, 4)
-    reshards = True
-    kind: type[MicroBatches[Any]] = MicroBatches
-
-    def make_loader(self, rank: int, world_size: int) -> MicroBatches[Any]:
-        return self.kind(Rows(), SIZE, rank=rank, world_size=world_size, seed=5)
-
-    def reshard(self, states: Sequence[Any], rank: int, world_size: int) -> Any:
-        return reshard(states, rank, world_size)
-
-
-class TestLoaderWithAnEnd(TestMicroBatches):
-    endless = False
-
-    def make_loader(self, rank: int, world_size: int) -> MicroBatches[Any]:
-        end = self.per_epoch
-        return MicroBatches(Rows(), SIZE, rank=rank, world_size=world_size, seed=5, micro_batches=end)
+def batches_of(
+    rank: int, world_size: int, kind: type[MicroBatches[Any]] = MicroBatches, **options: Any
+) -> MicroBatches[Any]:
+    return kind(Rows(), SIZE, rank=rank, world_size=world_size, seed=5, **options)
 
 
 @cache
@@ -63,20 +47,8 @@ def built(config: TaskConfig, rank: int, world_size: int) -> MicroBatches[Any]:
     return config.build(rank, world_size, seed=5, updates=None).loader
 
 
-class TestDigitsLoader(TestMicroBatches):
-    config: TaskConfig = DigitsResNet(batch=200)
-    per_epoch = 1438 // 200
-
-    def make_loader(self, rank: int, world_size: int) -> MicroBatches[Any]:
-        return copy.copy(built(self.config, rank, world_size))
-
-
-class TestStdlibLoader(TestDigitsLoader):
-    config = StdlibGPT(size="0.1m", context=64, batch=100, data=Text(megabytes=0.05))
-
-    @property
-    def per_epoch(self) -> int:
-        return built(self.config, 0, 1).per_epoch
+def recipes(config: TaskConfig, rank: int, world_size: int) -> MicroBatches[Any]:
+    return copy.copy(built(config, rank, world_size))
 
 
 class Documents:
@@ -89,28 +61,13 @@ class Documents:
         return {"text": [f"{index:07}" for index in indices]}
 
 
-class TestPackedLoader(LoaderConformance):
-    per_epoch = 70
-    reshards = True
-
-    def make_loader(self, rank: int, world_size: int) -> Packed:
-        streams = Streams(Documents(), "text", BYTES)
-        return Packed(streams, length=8, size=1, rank=rank, world_size=world_size, seed=5)
-
-    def samples_of(self, batch: Any) -> list[str]:
-        return [BYTES.decode(row) for row in batch.inputs.tolist()]
-
-    def reshard(self, states: Sequence[Any], rank: int, world_size: int) -> Any:
-        return reshard(states, rank, world_size)
+def packed(rank: int, world_size: int) -> Packed:
+    streams = Streams(Documents(), "text", BYTES)
+    return Packed(streams, length=8, size=1, rank=rank, world_size=world_size, seed=5)
 
 
-class TestEchoLoader(TestMicroBatches):
-    goes_on = False
-    uses = 2
-    reshards = False
-
-    def make_loader(self, rank: int, world_size: int) -> EchoLoader[Any]:
-        return EchoLoader(super().make_loader(rank, world_size), Even(2))
+def echoed(rank: int, world_size: int, options: EchoOptions | None = None) -> EchoLoader[Any]:
+    return EchoLoader(batches_of(rank, world_size), Even(2), options=options or EchoOptions())
 
 
 class Passes:
@@ -130,9 +87,6 @@ class Passes:
         while self.done < len(order):
             self.done += 1
             yield torch.full((2, 2), order[self.done - 1])
-        self.end()
-
-    def end(self) -> None:
         self.epoch, self.done = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
@@ -142,23 +96,49 @@ class Passes:
         self.epoch, self.done, self.goes_on = state["epoch"], state["done"], True
 
 
-class TestPasses(LoaderConformance):
-    per_epoch = 7
-    endless = goes_on = False
-    kind: type[Passes] = Passes
-
-    def make_loader(self, rank: int, world_size: int) -> Any:
-        return self.kind(rank, world_size)
-
-    def samples_of(self, batch: Any) -> list[int]:
-        return [int(batch[0, 0])]
+def echoed_passes(rank: int, world_size: int) -> EchoLoader[Any]:
+    return EchoLoader(Passes(rank, world_size), Even(2))
 
 
-class TestEchoedPasses(TestPasses):
-    uses = 2
+STDLIB = StdlibGPT(size="0.1m", context=64, batch=100, data=Text(megabytes=0.05))
+PASSES: dict[str, Any] = {
+    "endless": False,
+    "goes_on": False,
+    "samples_of": lambda batch: [int(batch[0, 0])],
+}
+SOUND: dict[str, tuple[Callable[[int, int], Any], int, dict[str, Any]]] = {
+    "micro-batches": (batches_of, PER_EPOCH, {"ranks": (1, 2, 3, 4), "reshard": reshard}),
+    "micro-batches with an end": (
+        partial(batches_of, micro_batches=PER_EPOCH),
+        PER_EPOCH,
+        {"endless": False},
+    ),
+    "digits": (partial(recipes, DigitsResNet(batch=200)), 1438 // 200, {"reshard": reshard}),
+    "stdlib": (partial(recipes, STDLIB), -1, {"reshard": reshard}),
+    "packed": (
+        packed,
+        70,
+        {
+            "reshard": reshard,
+            "samples_of": lambda batch: [BYTES.decode(row) for row in batch.inputs.tolist()],
+        },
+    ),
+    "echoed": (echoed, PER_EPOCH, {"goes_on": False, "uses": 2}),
+    "echoed updates": (
+        partial(echoed, options=EchoOptions(micro_batches=2)),
+        PER_EPOCH,
+        {"goes_on": False, "uses": 2, "update": 2},
+    ),
+    "passes": (Passes, 7, PASSES),
+    "echoed passes": (echoed_passes, 7, {**PASSES, "uses": 2}),
+}
 
-    def make_loader(self, rank: int, world_size: int) -> Any:
-        return EchoLoader(self.kind(rank, world_size), Even(2))
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_loader_of_ours_keeps_the_laws(name: str) -> None:
+    make, per_epoch, claims = SOUND[name]
+    per_epoch = built(STDLIB, 0, 1).per_epoch if per_epoch < 0 else per_epoch
+    assert loader_faults(make, per_epoch, **claims) == []
 
 
 class CountsEndsNowhere(Passes):
@@ -190,29 +170,6 @@ class ComingBack:
         except StopIteration:
             self.batches = Passes.__iter__(self.loader)
             raise
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (CountsEndsNowhere, "rank 0 of 1, a pass after the end: expected as micro-batch 0"),
-        (LiesAboutItsLength, "micro-batches of a loader whose len() is 8: expected 8, found 7"),
-        (ComesBack, "ends found by asking three times after 7 micro-batches: expected 3, found 0"),
-    ],
-)
-def test_a_loader_whose_end_is_none_fails_the_check_of_ends(kind: type[Passes], message: str) -> None:
-    kit = TestPasses()
-    kit.kind = kind
-    with pytest.raises(ConformanceFailed, match=re.escape(message)):
-        kit.test_a_pass_ends_once_and_its_end_is_a_place_to_go_on_from()
-
-
-class TestEchoLoaderOfUpdates(TestEchoLoader):
-    update = 2
-
-    def make_loader(self, rank: int, world_size: int) -> EchoLoader[Any]:
-        options = EchoOptions(micro_batches=2)
-        return EchoLoader(TestMicroBatches.make_loader(self, rank, world_size), Even(2), options=options)
 
 
 class ForgetsItsPosition(MicroBatches[Any]):
@@ -293,48 +250,38 @@ class StopsAfterAnEpoch(MicroBatches[Any]):
 
 
 BROKEN = [
-    (
-        ForgetsItsPosition,
-        "test_resumed_at_every_position",
-        "from 1 on, resumed there: expected as micro-batch 0",
-    ),
-    (ForgetsItsPosition, "test_a_state_can_be_stored", "resumed from a stored state"),
-    (CountsTooLate, "test_resumed_at_every_position", "from 1 on, resumed there"),
-    (CountsTooLate, "test_a_second_iterator", "two loops of 2 and 3 micro-batches"),
-    (AddsUpPositions, "test_loading_replaces", "rank 0 of 1, gone back"),
-    (RepeatsASample, "test_ranks_share_every_epoch", "expected no sample twice, found 1 of 21 again"),
-    (IgnoresItsRank, "test_ranks_share_every_epoch", "one epoch on 2 ranks: expected no sample twice"),
-    (KeepsOneOrder, "test_epochs_follow", "with shuffles = True: found the same order"),
-    (AsksTheProcess, "test_the_order_does_not_depend", "with seed 1 in the process"),
-    (HandsOutItsState, "test_a_state_can_be_stored", "from a state taken before the loader went on"),
-    (WritesOverBatches, "test_a_batch_stays_as_it_was", "batches kept while the loader goes on"),
-    (MovesWhenAsked, "test_asking_for_the_state", "asked for its state in between"),
-    (StopsAfterAnEpoch, "test_epochs_follow", "micro-batches of epoch 1: expected 7, found 0"),
+    (CountsEndsNowhere, "rank 0 of 1, a pass after the end"),
+    (LiesAboutItsLength, "micro-batches of a loader whose len() is 8: found 7"),
+    (ComesBack, "ends found by asking three times after 7 micro-batches: expected 3, found 0"),
+    (ForgetsItsPosition, "rank 0 of 1, resumed at 1: 0:"),
+    (ForgetsItsPosition, "resumed from a state stored and read"),
+    (CountsTooLate, "rank 0 of 1, resumed at 1:"),
+    (CountsTooLate, "two loops of 2 and 3"),
+    (AddsUpPositions, "rank 0 of 1, gone back"),
+    (RepeatsASample, "an epoch on 1 ranks: expected no sample twice"),
+    (IgnoresItsRank, "an epoch on 2 ranks: expected no sample twice"),
+    (KeepsOneOrder, "the second epoch has the order of the first"),
+    (AsksTheProcess, "with seed 1 in the process"),
+    (HandsOutItsState, "resumed from a state before the loader went on"),
+    (WritesOverBatches, "batches kept while the loader goes on"),
+    (MovesWhenAsked, "asked for its state in between"),
+    (StopsAfterAnEpoch, "micro-batches of another epoch: expected 7, found 0"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "check", "message"), BROKEN, ids=lambda value: getattr(value, "__name__", None)
-)
-def test_a_broken_loader_fails_the_check_that_names_its_fault(
-    kind: type[MicroBatches[Any]], check: str, message: str
-) -> None:
-    kit = TestMicroBatches()
-    kit.kind = kind
-    (name,) = (name for name in kit.checks() if name.startswith(check))
-    with pytest.raises(ConformanceFailed, match=re.escape(message)):
-        getattr(kit, name)()
-
-
-class ForgetsTheTotal(TestMicroBatches):
-    __test__ = False
-
-    def reshard(self, states: Sequence[Any], rank: int, world_size: int) -> Any:
-        begin = self.make_loader(rank, world_size).state_dict()
-        return {**begin, "consumed": states[0]["consumed"]}
+@pytest.mark.parametrize(("kind", "words"), BROKEN, ids=lambda value: getattr(value, "__name__", None))
+def test_a_broken_loader_breaks_the_law_that_names_its_fault(kind: Any, words: str) -> None:
+    if issubclass(kind, Passes):
+        faults = loader_faults(kind, 7, ranks=(1, 2), **PASSES)
+    else:
+        faults = loader_faults(partial(batches_of, kind=kind), PER_EPOCH, ranks=(1, 2))
+    assert any(text.startswith(words) for text in faults), faults
 
 
 def test_a_wrong_reshard_shows_between_different_numbers_of_ranks_only() -> None:
-    ((check, message),) = ForgetsTheTotal().failures().items()
-    assert check == "test_another_number_of_ranks_goes_on_with_the_unseen"
-    assert "from 1 to 2 ranks" in message
+    def forgets_the_total(states: Any, rank: int, world_size: int) -> Any:
+        return {**batches_of(rank, world_size).state_dict(), "consumed": states[0]["consumed"]}
+
+    faults = loader_faults(batches_of, PER_EPOCH, reshard=forgets_the_total)
+    assert faults[0].startswith("from 1 to 2 ranks")
+    assert all(text.startswith("from ") for text in faults)

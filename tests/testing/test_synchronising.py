@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.synchronising import Synchronisations
 from stretto.groups import SoloGroup
-from stretto_lab.testing.synchronising import Synchronisations
 
 SYNCHRONISING: dict[str, Callable[[Tensor], object]] = {
     "item": lambda x: x[0].item(),

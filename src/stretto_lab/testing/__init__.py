@@ -1,17 +1,17 @@
-"""Conformance kits: what a process group, a strategy, a guard or a loader must pass before the library trusts it."""
+"""Laws that a strategy, a wire, a guard or a process group of anybody's must keep: each returns how it is broken."""
 
-from stretto_lab.testing.conformance import Conformance
-from stretto_lab.testing.guards import GuardConformance
-from stretto_lab.testing.jobs import Damage
-from stretto_lab.testing.loaders import LoaderConformance
-from stretto_lab.testing.process_groups import ProcessGroupConformance
-from stretto_lab.testing.strategies import StrategyConformance
+from stretto_lab.testing.guards import guard_faults
+from stretto_lab.testing.jobs import Damage, Job, differing, goes_on, on_virtual_ranks, plain, train
+from stretto_lab.testing.strategies import strategy_faults
 
 __all__ = [
-    "Conformance",
     "Damage",
-    "GuardConformance",
-    "LoaderConformance",
-    "ProcessGroupConformance",
-    "StrategyConformance",
+    "Job",
+    "differing",
+    "goes_on",
+    "guard_faults",
+    "on_virtual_ranks",
+    "plain",
+    "strategy_faults",
+    "train",
 ]

@@ -1,7 +1,9 @@
-"""A small training job whose states can be compared to the bit, and damage that a check plants in its memory."""
+"""One small job with every oddity, and the law that a saved job goes on to the bit."""
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,111 +14,164 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from stretto import checkpoint
 from stretto.engine import Options
-from stretto.errors import ConfigError, StrettoError
+from stretto.errors import StrettoError
 from stretto.guards import Guard
 from stretto.parallel import DataParallel
 from stretto.records import Incident, Update
 from stretto.strategies import Strategy
-from stretto_lab.testing.conformance import difference
+from stretto_lab.virtual import VirtualCluster
 
-Site = Literal["masters", "optimizer state", "shown parameters", "gradient"]
-Outcome = Literal["repaired", "reported", "ends the job"]
+Program = Callable[[int, dist.ProcessGroup], Any]
+"""Runs one rank on its group. Picklable, so that it can run in a process of its own."""
+RunRanks = Callable[[int, Program], Sequence[Any]]
+"""Runs a program on so many ranks, and returns the results in rank order."""
 
-_BIT = 1 << 22
-"""Of every damaged float32 word: the highest bit of the mantissa, so that the value stays finite."""
+
+def on_virtual_ranks(world_size: int, program: Program) -> Sequence[Any]:
+    """Run a program on virtual ranks, where those that ask for different collectives are an error at once."""
+    return VirtualCluster(world_size).run(program).values
+
+
+def differing(expected: object, found: object, name: str = "") -> list[str]:
+    """Return what differs between two values, tensors in any bit, by its place in lists and dictionaries."""
+    if isinstance(expected, list | tuple) and isinstance(found, list | tuple) and len(expected) == len(found):
+        expected, found = dict(enumerate(expected)), dict(enumerate(found))
+    if isinstance(expected, Mapping) and isinstance(found, Mapping):
+        keys = {**expected, **found}
+        texts = [differing(expected.get(key), found.get(key), f"{name} {key}".strip()) for key in keys]
+        return [text for one in texts for text in one]
+    if not (isinstance(expected, Tensor) and isinstance(found, Tensor)):
+        same = type(expected) is type(found) and expected == found
+        return [] if same else [f"{name}: expected {expected!r}, found {found!r}"]
+    if (expected.shape, expected.dtype) != (found.shape, found.dtype):
+        kinds = [f"{one.dtype} of shape {tuple(one.shape)}" for one in (expected, found)]
+        return [f"{name}: expected {kinds[0]}, found {kinds[1]}"]
+    # Bytes, one row per element: NaN equals itself, and minus zero is not zero.
+    ours, theirs = (one.detach().contiguous().view(-1, 1).view(torch.uint8) for one in (expected, found))
+    wrong = (ours != theirs).any(dim=-1).nonzero().flatten().tolist()
+    if not wrong:
+        return []
+    left, right = (one.flatten()[wrong[0]].item() for one in (expected, found))
+    where = f"{len(wrong)} of {found.numel()} elements of {found.dtype} differ; at index {wrong[0]}"
+    return [f"{name}: {where} expected {left!r}, found {right!r}"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Damage:
     """Bits flipped on one rank behind one update, and what a guard promises about it."""
 
-    site: Site
-    """Which tensor: the first of the owner's masters, of its optimizer's state, or of the model's parameters; or the
-    gradient that this parameter is given by the next backward pass."""
-    outcome: Outcome = "repaired"
-    """Promised: the run ends as the clean one, to the bit; or the damage is named only; or the job ends with an
-    error."""
+    site: Literal["masters", "optimizer state", "shown parameters", "gradient"]
+    """The first tensor of the owner's masters, of its optimizer's state, or of the model's parameters; or the gradient
+    that this parameter is given by the next backward pass."""
+    outcome: Literal["repaired", "reported", "ends the job"] = "repaired"
+    """Promised: the job ends as the clean one, to the bit; or the damage is named only; or an error ends the job."""
     words: int = 1
-    """Damaged float32 words, spread evenly over the tensor."""
+    """How many float32 words, spread evenly over the tensor; of which rank, modulo the number of ranks."""
     rank: int = 1
-    """Whose memory; taken modulo the number of ranks."""
     behind: int = 2
-    """The update after which it strikes, from 1: momentum exists by then."""
+    """The update after which the bits flip, from 1: momentum exists by then."""
 
     def strike(self, parallel: DataParallel) -> None:
         """Flip the bits, if this is the rank."""
         if parallel.rank != self.rank % parallel.world_size:
             return
-        if self.site == "gradient":
-            self._strike_next_gradient(parallel.job.model.parameters[0])
-        else:
-            self._flip(self._target(parallel))
-
-    def _flip(self, tensor: Tensor) -> None:
-        # Through `.data`, because faulty memory does not change a version counter.
-        content = tensor.data.view(-1).view(torch.int32)
-        content[torch.arange(self.words) * len(content) // self.words] ^= _BIT
-
-    def _strike_next_gradient(self, parameter: Tensor) -> None:
-        """Damage the gradient of the next backward pass only; a repeat of that pass gives the right one."""
+        sharded, parameter = parallel.job.sharded, parallel.job.model.parameters[0]
 
         def wrong(gradient: Tensor) -> Tensor:
-            handle.remove()
-            computed = gradient.contiguous().clone()
-            self._flip(computed)
-            return computed
+            handle.remove()  # a repeat of the backward pass gives the right gradient
+            return self._flipped(gradient.contiguous().clone())
 
-        handle = parameter.register_hook(wrong)
+        if self.site == "gradient":
+            handle = parameter.register_hook(wrong)
+        elif self.site == "optimizer state":
+            state = sharded.optimizer.state[sharded.segments[0].master].values()
+            moments = [one for one in state if isinstance(one, Tensor) and one.numel() > 1]
+            self._flipped(moments[0])
+        else:
+            self._flipped(sharded.masters[0] if self.site == "masters" else parameter)
 
-    def _target(self, parallel: DataParallel) -> Tensor:
-        sharded = parallel.job.sharded
-        if self.site == "masters":
-            return sharded.masters[0]
-        if self.site == "shown parameters":
-            return parallel.job.model.parameters[0]
-        state = sharded.optimizer.state[sharded.segments[0].master]
-        for value in state.values():
-            if isinstance(value, Tensor) and value.numel() > 1:
-                return value
-        raise ConfigError(f"{self}: the optimizer has no state to damage; plant it after a later update")
+    def _flipped(self, tensor: Tensor) -> Tensor:
+        # Through `.data`, because faulty memory does not change a version counter.
+        content = tensor.data.view(-1).view(torch.int32)
+        # The highest bit of the mantissa: the value stays finite.
+        content[torch.arange(self.words) * len(content) // self.words] ^= 1 << 22
+        return tensor
 
 
-State = list[Tensor]
-"""Parameters and floating-point buffers, in the model's order."""
+class Network(nn.Module):
+    """Odd shapes, three dimensions, batch norm, dropout, a frozen layer, a shared weight, a branch that may rest."""
 
-_IN, _HIDDEN, _OUT = 5, 19, 3
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(7, 33)
+        self.normalise = nn.BatchNorm1d(33)
+        self.drop = nn.Dropout(0.25)
+        self.mix = nn.Parameter(torch.randn(3, 11, 5) / 8)
+        self.branch = nn.Linear(33, 5)
+        self.frozen = nn.Linear(33, 33).requires_grad_(False)
+        self.back = nn.Linear(33, 7)
+        self.again = nn.Linear(33, 7, bias=False)
+        self.again.weight = self.back.weight
+
+    def forward(self, inputs: Tensor, uses_branch: bool) -> Tensor:
+        hidden = self.drop(self.normalise(self.enter(inputs)).tanh())
+        hidden = hidden + torch.einsum("nik,ikj->nij", hidden.view(-1, 3, 11), self.mix).sum((1, 2))[:, None]
+        if uses_branch:
+            hidden = hidden + self.branch(hidden).sum(1, keepdim=True)
+        hidden = hidden + self.frozen(hidden)
+        outputs: Tensor = self.back(hidden) + self.again(hidden.sigmoid())
+        return outputs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """Settings; equal on all ranks."""
+    """Settings of a job; equal on all ranks."""
 
     strategy: Strategy
-    micro_batches: int
-    """Per rank and update."""
+    micro_batches: int = 2
+    """Per rank and update, of which there are so many; `finish` may commit the last of them."""
     updates: int = 4
-    """For which there are micro-batches; the last of them may be committed by `finish`."""
     looks: bool = True
     """Whether to settle and evaluate at every update."""
     guards: tuple[Guard, ...] = ()
     damage: Damage | None = None
-    """What happens to its memory."""
-    options: Options = dataclasses.field(default_factory=lambda: Options(clip_norm=0.5, bucket_bytes=512))
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    dtype: torch.dtype = torch.float32
+    options: Options = dataclasses.field(
+        default_factory=lambda: Options(bucket_bytes=4096, clip_norm=0.5, allow_unused=True)
+    )
+
+    def parts(self, rank: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, LambdaLR]:
+        """Return the model, the same on all ranks, its optimizer and a schedule; random states are the rank's own."""
+        torch.manual_seed(7)
+        model = Network().to(self.dtype)
+        if self.optimizer == "adamw":
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+                model.parameters(), lr=0.01, weight_decay=0.1
+            )
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, dampening=0.5)
+        torch.manual_seed(100 + rank)
+        return model, optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + 0.3 * step))
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, bool]) -> Tensor:
+        """Return the loss of a micro-batch."""
+        outputs: Tensor = model(batch[0], batch[2])
+        return (outputs - batch[1]).float().square().mean()
 
 
 class Batches:
-    """A rank's micro-batches: a position that can be saved, and nothing else."""
+    """A rank's micro-batches, by a position that can be saved; the branch is used in the first update alone."""
 
     def __init__(self, job: Job, rank: int) -> None:
-        self.rank = rank
-        self.length = job.micro_batches * job.updates
-        self.position = 0
+        self.job, self.rank, self.position = job, rank, 0
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        while self.position < self.length:
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        while self.position < self.job.micro_batches * self.job.updates:
             generator = torch.Generator().manual_seed(10_000 * self.rank + self.position)
+            inputs, targets = (torch.randn(4, 7, generator=generator).to(self.job.dtype) for _ in range(2))
             self.position += 1
-            yield torch.randn(4, _IN, generator=generator), torch.randn(4, _OUT, generator=generator)
+            yield inputs, targets, self.position <= self.job.micro_batches
 
     def state_dict(self) -> dict[str, int]:
         return {"position": self.position}
@@ -125,168 +180,124 @@ class Batches:
         self.position = state["position"]
 
 
+State = dict[str, Tensor]
+
+
 @dataclasses.dataclass(slots=True)
 class Course:
     """What one rank saw of a job."""
 
     shown: list[State] = dataclasses.field(default_factory=list)
-    """States after every micro-batch."""
+    """States after every micro-batch; then those committed at every update that came before `finish`."""
     committed: list[State] = dataclasses.field(default_factory=list)
-    """Committed states at every update that was returned in time."""
-    returned: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    """How many micro-batches had been counted when an update was returned, and its step."""
+    returned: list[int] = dataclasses.field(default_factory=list)
+    """After how many micro-batches these updates came; then what all updates reported, but for times and bytes."""
     records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    """What every update reported, but for times, bytes and incidents."""
     incidents: list[Incident] = dataclasses.field(default_factory=list)
-    """What guards have found."""
+    final: State = dataclasses.field(default_factory=dict)
     ended_by: str | None = None
     """The error that ended a damaged job early."""
-    final: State = dataclasses.field(default_factory=list)
-    """State after `finish`."""
 
-    def after(self, step: int) -> "Course":
-        """Return the part of the course after update `step`, which was returned in time."""
-        moments = [moment for moment, number in self.returned if number <= step]
-        begin = moments[-1] if moments else 0
-        return Course(
-            shown=self.shown[begin:],
-            committed=self.committed[step:],
-            records=self.records[step:],
-            final=self.final,
-            returned=self.returned,
-        )
+    def note(self, update: Update) -> None:
+        """Note what an update reported."""
+        record = update.as_json()
+        for name in ("seconds", "lane_seconds", "exposed_seconds", "sent_bytes", "incidents"):
+            record.pop(name, None)
+        self.records.append(record)
+        self.incidents += update.incidents
+
+    def differs_from(self, expected: "Course", what: str, after: int = 0) -> list[str]:
+        """Return how this course differs from what another saw after so many updates: the first few places."""
+        begin = expected.returned[after - 1] if after else 0
+        rest = (expected.shown[begin:], expected.committed[after:], expected.records[after:], expected.final)
+        own = (self.shown, self.committed, self.records, self.final)
+        names = ("state shown", "state committed", "record", "state after finish")
+        found = [differing(a, b, name) for name, a, b in zip(names, rest, own, strict=True)]
+        return [f"{what}, {text}" for texts in found for text in texts[:3]]
 
 
-_APART = ("seconds", "lane_seconds", "exposed_seconds", "sent_bytes", "incidents")
+def train(
+    job: Job, rank: int, group: dist.ProcessGroup, *, saves: Path | None = None, source: Path | None = None
+) -> Course:
+    """Train on this rank, from the start or from a checkpoint, and perhaps save after every update, each apart."""
+    model, optimizer, scheduler = job.parts(rank)
+    batches, course, loss = Batches(job, rank), Course(), functools.partial(job.loss, model)
+    parallel = DataParallel(
+        model, optimizer, job.strategy, micro_batches=job.micro_batches, group=group, guards=job.guards,
+        options=job.options,
+    )  # fmt: skip
 
+    def save() -> None:
+        if saves is not None:
+            folder = saves / f"{parallel.steps}"
+            checkpoint.save(parallel, folder, loader=batches, extra=scheduler.state_dict())
 
-class Training:
-    """One rank's share of a job."""
-
-    def __init__(self, job: Job, rank: int, group: dist.ProcessGroup) -> None:
-        torch.manual_seed(7)
-        self.job = job
-        self.model = nn.Sequential(
-            nn.Linear(_IN, _HIDDEN),
-            nn.BatchNorm1d(_HIDDEN),
-            nn.Tanh(),
-            nn.Dropout(0.2),
-            nn.Linear(_HIDDEN, _OUT),
-        )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, weight_decay=0.1, foreach=True)
-        self.scheduler = LambdaLR(self.optimizer, lambda step: 1 / (1 + 0.3 * step))
-        self.batches = Batches(job, rank)
-        self.parallel = DataParallel(
-            self.model,
-            self.optimizer,
-            job.strategy,
-            micro_batches=job.micro_batches,
-            group=group,
-            guards=job.guards,
-            options=job.options,
-        )
-        torch.manual_seed(100 + rank)  # ranks differ, as they do in real jobs
-        self.course = Course()
-
-    def train(self, directory: Path | None = None) -> Course:
-        """Train to the end; where a directory is given, save at the start and after every update, each apart."""
-        with self.parallel:
-            if directory is not None:
-                self._save(directory / "0")
-            for batch in self.batches:
-                update = self.parallel.micro_batch(self._loss, batch, weight=1.0 + 0.25 * self.parallel.rank)
-                self.course.shown.append(self._state())
+    try:
+        with parallel:
+            if source is not None:
+                scheduler.load_state_dict(checkpoint.load(parallel, source, loader=batches).extra)
+            save()
+            for batch in batches:
+                update = parallel.micro_batch(loss, batch, weight=1.0 + 0.25 * rank)
+                course.shown.append(_state_of(model))
                 if update is None:
                     continue
-                self._note(update)
-                self.course.returned.append((len(self.course.shown), update.step))
-                self.scheduler.step()
-                if self.job.looks:
-                    self._look()
-                if directory is not None:
-                    self._save(directory / f"{update.step}")
-                if self.job.damage is not None and update.step == self.job.damage.behind:
-                    self.job.damage.strike(self.parallel)
-            for update in self.parallel.finish():
-                self._note(update)
-        self.course.final = self._state()
-        return self.course
-
-    def resume(self, directory: Path) -> Course:
-        """Go on from a checkpoint, to the end."""
-        restored = checkpoint.load(self.parallel, directory, loader=self.batches)
-        self.scheduler.load_state_dict(restored.extra)
-        return self.train()
-
-    def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        inputs, targets = batch
-        outputs: Tensor = self.model(inputs)
-        return (outputs - targets).square().mean()
-
-    def _save(self, directory: Path) -> None:
-        checkpoint.save(self.parallel, directory, loader=self.batches, extra=self.scheduler.state_dict())
-
-    def _note(self, update: Update) -> None:
-        self.course.incidents += update.incidents
-        fields = update.as_json()
-        self.course.records.append({name: fields[name] for name in fields if name not in _APART})
-
-    def _look(self) -> None:
-        with self.parallel.settled():
-            self.course.committed.append(self._state())
-            self.model.eval()
-            with torch.no_grad():
-                self.model(torch.ones(2, _IN))
-            self.model.train()
-
-    def _state(self) -> State:
-        values = [*self.model.parameters(), *self.model.buffers()]
-        return [value.detach().clone() for value in values if value.is_floating_point()]
-
-
-def train(job: Job, rank: int, group: dist.ProcessGroup) -> Course:
-    """Run the job on this rank; an error that ends a damaged job is noted."""
-    training = Training(job, rank, group)
-    try:
-        return training.train()
+                course.note(update)
+                course.returned.append(len(course.shown))
+                scheduler.step()
+                if job.looks:
+                    with parallel.settled(), torch.no_grad():
+                        course.committed.append(_state_of(model))
+                        model.eval()(torch.ones(2, 7, dtype=job.dtype), True)
+                        model.train()
+                save()
+                if job.damage is not None and update.step == job.damage.behind:
+                    job.damage.strike(parallel)
+            for update in parallel.finish():
+                course.note(update)
     except StrettoError as error:
         if job.damage is None:
             raise
-        training.course.ended_by = f"{type(error).__name__}: {error}"
-        return training.course
+        course.ended_by = f"{type(error).__name__}: {error}"
+    course.final = _state_of(model)
+    return course
 
 
-def saved_and_resumed(job: Job, directory: str, rank: int, group: dist.ProcessGroup) -> list[str]:
-    """Save after every update and resume there; return how that differs from never having stopped."""
-    place = Path(directory, f"{group.size()}")
-    straight = train(job, rank, group)
-    saving = Training(job, rank, group).train(place)
-    findings = different_courses("the run saved after every update", straight, saving)
-    for step in range(len(straight.committed)):
-        resumed = Training(job, rank, group).resume(place / f"{step}")
-        findings += different_courses(f"the run resumed after update {step}", straight.after(step), resumed)
-    return findings
+def _state_of(model: nn.Module) -> State:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: value.detach().clone() for name, value in named}
 
 
-def different_courses(what: str, expected: Course, found: Course) -> list[str]:
-    """Return what distinguishes two courses of one rank, the first moment of each kind."""
-    findings = []
-    for name in ("shown", "committed"):
-        findings += _different_states(f"{what}, state {name}", getattr(expected, name), getattr(found, name))
-    findings += _different_states(f"{what}, state after finish", [expected.final], [found.final])
-    for ours, theirs in zip(expected.records, found.records, strict=True):
-        unlike = {name: (ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]}
-        if unlike:
-            findings.append(f"{what}, record of update {ours['step']}: (expected, found) {unlike}")
-            break
-    return findings
+def goes_on(
+    job: Job, ranks: int, *, saved_at: Sequence[int] | None = None, run: RunRanks = on_virtual_ranks
+) -> list[str]:
+    """Return how a job that is saved, and those that go on from there, differ from one that never stopped.
+
+    It is saved at the start and after every update, and goes on from all of these or those in `saved_at`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        found = run(ranks, functools.partial(_goes_on, job, folder, saved_at))
+    return [f"rank {rank} of {ranks}: {text}" for rank, texts in enumerate(found) for text in texts]
 
 
-def _different_states(what: str, expected: list[State], found: list[State]) -> list[str]:
-    if len(expected) != len(found):
-        return [f"{what}: expected {len(expected)} moments, found {len(found)}"]
-    for moment, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
-        for index, (left, right) in enumerate(zip(ours, theirs, strict=True)):
-            if unlike := difference(f"{what}, moment {moment}, tensor {index}", left, right):
-                return unlike
-    return []
+def _goes_on(job: Job, folder: str, saved_at: Sequence[int] | None, *seat: Any) -> list[str]:
+    straight = train(job, *seat)
+    found = train(job, *seat, saves=Path(folder)).differs_from(straight, "saved after every update")
+    for step in range(len(straight.returned)) if saved_at is None else saved_at:
+        resumed = train(job, *seat, source=Path(folder, f"{step}"))
+        found += resumed.differs_from(straight, f"resumed after update {step}", after=step)
+    return found
+
+
+def plain(job: Job) -> list[State]:
+    """Return the states of a plain PyTorch loop of a lone rank after every update: those of synchronous strategies."""
+    model, optimizer, scheduler = job.parts()
+    states = []
+    for index, batch in enumerate(Batches(job, 0), start=1):
+        (job.loss(model, batch) / job.micro_batches).backward()
+        if index % job.micro_batches == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            states.append(_state_of(model))
+    return states
