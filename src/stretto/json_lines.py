@@ -13,6 +13,9 @@ from stretto.disk import read_whole, replace_file, writing_to
 from stretto.errors import ConfigError
 from stretto.records import plain
 
+_END = 1 << 12
+"""Bytes that are read of a file's end at first, to find its last line."""
+
 
 class JsonLines:
     """Appends records that have a `step`.
@@ -57,11 +60,26 @@ class JsonLines:
 def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
     """Append `record` to a file that is written seldom, and from which nothing is ever dropped.
 
-    A half line, which a killed process has left, is cut off first. Errors are those of `JsonLines.write`.
+    A half line, which a killed process has left, is cut off first; of the file its end alone is read. Errors are those
+    of `JsonLines.write`.
     """
-    with writing_to(path), path.open("ab", buffering=0) as file:
-        file.truncate(sum(len(line) for line, _ in _records(path)))
+    with writing_to(path), path.open("a+b", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        length, begin, last = _END, size, b""
+        while begin and b"\n" not in last[:-1]:  # the whole last line, or the line before a half one
+            length, begin = 2 * length, max(0, size - length)
+            last = os.pread(file.fileno(), size - begin, begin)
+        *_, line = last.splitlines(keepends=True) or [b""]
+        if not line.endswith(b"\n") or not _is_record(line):
+            file.truncate(size - len(line))
         _append(file, record)
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        return type(json.loads(line)) is dict
+    except (ValueError, RecursionError):
+        return False
 
 
 def replace_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Processes that a command starts: results in order, whoever fails is told, and nothing outlives the command."""
 
+import contextlib
 import functools
 import os
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import WorkerFailed
-from stretto_lab.train.processes import Stops, map_on_workers, supervised
+from stretto_lab.train.processes import Stops, map_on_workers, stops_exit, supervised
 from tests.processes import Command
 
 
@@ -54,7 +55,7 @@ def test_no_process_outlives_a_command_that_is_stopped() -> None:
         # The processes write to the same pipe, so it ends when the last of them has.
         rest, _ = command.communicate()
     assert (started, rest) == ({"1 runs\n", "2 runs\n"}, "")
-    assert command.returncode == 128 + signal.SIGTERM
+    assert command.returncode == -signal.SIGTERM
 
 
 def land(pipe: Connection) -> None:
@@ -86,7 +87,28 @@ def test_the_first_stop_signal_lets_processes_land_and_is_raised_then(number: si
     if number == signal.SIGINT:
         assert complaint.endswith("KeyboardInterrupt\n")
     else:
-        assert command.returncode == 128 + number
+        assert command.returncode == -number
+
+
+def go_on_whatever_comes(asked: int, is_command: bool) -> None:
+    """A program that catches everything, as a test runner does."""
+    with stops_exit() if is_command else contextlib.nullcontext():
+        try:
+            stop_itself(asked)
+        except BaseException as error:
+            sys.stdout.write(f"{type(error).__name__}\n")
+    sys.stdout.write("went on\n")
+    sys.stdout.flush()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_signal_ends_a_program_that_trains_and_a_command_by_its_exit_code(number: int) -> None:
+    with Command(function=functools.partial(go_on_whatever_comes, number, False)) as program:
+        shown, _ = program.communicate()
+    assert (shown, program.returncode) == ("training\nlanded\n", -number)
+    with Command(function=functools.partial(go_on_whatever_comes, number, True)) as command:
+        shown, _ = command.communicate()
+    assert (shown, command.returncode) == ("training\nlanded\nSystemExit\nwent on\n", 0)
 
 
 def never_land(pipe: Connection) -> None:
@@ -110,7 +132,7 @@ def test_the_second_stop_signal_ends_all_at_once() -> None:
     with Command(function=functools.partial(stop_twice, signal.SIGTERM)) as command:
         shown, complaint = command.communicate()  # it ends when the last process has
     assert (shown, complaint) == ("still there\n", "")
-    assert command.returncode == 128 + signal.SIGTERM
+    assert command.returncode == -signal.SIGTERM
 
 
 def write_when_stopped(pipe: Connection, path: str) -> None:

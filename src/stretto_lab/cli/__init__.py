@@ -81,7 +81,10 @@ def _run(name: str, words: Sequence[str]) -> int:
         if asks_help:
             print(help_of(name, words), end="")
             return 0
-        return run_command(name, words)
+        from stretto_lab.train.processes import stops_exit
+
+        with stops_exit():
+            return run_command(name, words)
 
 
 @contextmanager

@@ -63,6 +63,7 @@ class Workers:
     """Starts processes, and ends them with its block.
 
     Inside the block SIGTERM and SIGHUP raise SystemExit, as Ctrl-C raises KeyboardInterrupt, so that the block is left.
+    Behind it they do what they did before: they end the process, unless it is a command, which says so first.
 
     Args:
         preload: Modules that are imported once for all processes, beside `PRELOAD`.
@@ -276,20 +277,46 @@ def _unhandled() -> list[signal.Signals]:
     nohup handles SIGHUP by ignoring it.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    return [number for number in STOPS if is_main and signal.getsignal(number) is signal.SIG_DFL]
+    return [number for number in STOPS if is_main and signal.getsignal(number) in (signal.SIG_DFL, exit_by)]
+
+
+def exit_by(number: int, frame: FrameType | None) -> None:
+    """Handle a stop signal in a command: what is under way is undone, and the exit code says which signal came.
+
+    Raises:
+        SystemExit: Always.
+    """
+    raise SystemExit(128 + number)
+
+
+@contextmanager
+def stops_exit() -> Iterator[None]:
+    """Let stop signals raise SystemExit in the block, which is a command."""
+    before = _unhandled()
+    for number in before:
+        signal.signal(number, exit_by)
+    try:
+        yield
+    finally:
+        for number in before:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
 def _stopped_by_signals(landing: Workers | None) -> Iterator[None]:
     """Let SIGTERM and SIGHUP raise SystemExit in the block, or have them and Ctrl-C passed on to `landing` first."""
-    before: dict[signal.Signals, Any] = dict.fromkeys(_unhandled(), signal.SIG_DFL)
+    before: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in _unhandled()}
     if landing is not None and signal.getsignal(signal.SIGINT) is signal.default_int_handler and before:
         before[signal.SIGINT] = signal.default_int_handler
 
+    came: list[int] = []
+
     def stop(number: int, frame: FrameType | None) -> None:
+        came.append(number)
         if landing is None:
-            raise SystemExit(128 + number)
-        landing.ask_to_land(number)
+            exit_by(number, frame)
+        else:
+            landing.ask_to_land(number)
 
     for number in before:
         signal.signal(number, stop)
@@ -298,6 +325,8 @@ def _stopped_by_signals(landing: Workers | None) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        for stopped in set(came) - {signal.SIGINT}:
+            signal.raise_signal(stopped)
 
 
 def _end_fork_server() -> None:
