@@ -122,6 +122,10 @@ LINK_TITLES = {
 }
 
 
+OTHER_LIBRARIES = ("accelerate-local-sgd", "torchft-diloco", "hivemind")
+"""As results name the arms of `peers/other_libraries.py`."""
+
+
 def draw_time_to_loss() -> Figure:
     """Draw every arm's time to the held-out loss on every link, as multiples of a free wire's: medians and ranges."""
     rows = json.loads((RESULTS / RACE / "time-to-loss.json").read_text(encoding="utf-8"))
@@ -134,7 +138,7 @@ def draw_time_to_loss() -> Figure:
     for ax, (link, of_link) in zip(axes, by_link.items(), strict=True):
         arms = sorted(of_link, key=lambda row: statistics.median(row["multiples"] or [math.inf]))
         for place, row in enumerate(arms):
-            stock = row["arm"].partition(":")[0] in PEERS
+            stock = row["arm"].partition(":")[0] in (*PEERS, *OTHER_LIBRARIES)
             colour, marker = (ORANGE, "s") if stock else (BLUE, "o")
             if row["multiples"]:
                 low, median, high = (function(row["multiples"]) for function in (min, statistics.median, max))

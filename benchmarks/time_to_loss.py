@@ -106,6 +106,13 @@ LONG = {
     ),
 }
 """By link, of two workers: a race to a lower loss, so that averages land before its end also on the slowest link."""
+OTHERS = {
+    name: f"{Path(__file__).resolve().parent / 'peers' / 'other_libraries.py'}:{kind}"
+    for name, kind in {
+        ACCELERATE: "AccelerateLocalSGD", "torchft-diloco": "TorchftDiLoCo", "hivemind": "HivemindAverages"
+    }.items()
+}  # fmt: skip
+"""What is typed for a method of another library, by its name in results."""
 EXACT = ("torch-ddp",)
 """Arms whose updates are those of `SYNCHRONOUS`."""
 EVALUATE = ["--task.evaluation-windows", "32", "--evaluate-every"]
@@ -137,6 +144,17 @@ def tuned_by(options: argparse.Namespace) -> dict[str, str]:
     return {method_of(arm): arm for arms in arms_of(options).values() for arm in reversed(arms)}
 
 
+def typed(arm: str) -> str:
+    """Return what is typed for an arm."""
+    name, colon, settings = arm.partition(":")
+    return OTHERS.get(name, name) + colon + settings
+
+
+def named(text: str) -> str:
+    """Return the name in results of an arm that was typed."""
+    return next((name + text[len(one) :] for name, one in OTHERS.items() if text.startswith(one)), text)
+
+
 def learns_as(arm: str) -> str:
     """Return the arm whose learning runs tell after how many updates this one reaches the loss."""
     return SYNCHRONOUS if arm in EXACT else arm
@@ -159,7 +177,8 @@ def updates_to(run: dict[str, Any], target: float) -> float | None:
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the runs of a comparison and of those that were added to it; none where it was not made."""
     files = [path / "compare.json", *sorted(path.parent.glob(f"{path.name}-more*/compare.json"))]
-    return [run for file in files if file.exists() for run in json.loads(file.read_text())["runs"]]
+    found = [run for file in files if file.exists() for run in json.loads(file.read_text())["runs"]]
+    return [{**run, "strategy": named(run["strategy"])} for run in found]
 
 
 def added_to(path: Path) -> Path:
@@ -202,7 +221,8 @@ def learnt(name: str, arms: list[str], seed: int, options: argparse.Namespace) -
     limits = ["--updates", str(options.most_updates), "--to-loss", str(options.target), "--seed", str(seed)]
     words = [*limits, *work(options), *EVALUATE, str(EVERY), *SCHEDULE]
     folder = added_to(options.out / name)
-    return before + compare_behind("none", arms, folder, *words, ranks_per_node=options.per_node)["runs"]
+    compare_behind("none", [*map(typed, arms)], folder, *words, ranks_per_node=options.per_node)
+    return read(options.out / name)
 
 
 def work(options: argparse.Namespace) -> list[str]:
@@ -231,7 +251,7 @@ def measure(options: argparse.Namespace) -> None:
                 continue
             words = [*limits, *work(options), *EVALUATE, str(10 * options.timed_updates), *SCHEDULE]
             folder = added_to(timed_in(options.out, link, turn))
-            compare_behind(link, arms, folder, *words, ranks_per_node=options.per_node)
+            compare_behind(link, [*map(typed, arms)], folder, *words, ranks_per_node=options.per_node)
 
 
 def report(options: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.figures import OTHER_LIBRARIES
 from stretto.exchange import WIRES
 from stretto.groups import Link, register_throttled
 from stretto.strategies import STRATEGIES
@@ -32,13 +33,13 @@ def printed(page: Path) -> list[str]:
     rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     texts = [text for row in rows for text in _IN_CELLS.findall(row)]
     names = {text: found[0] for text in texts if (found := _WORD.match(text))}
-    return [text for text, name in names.items() if name in STRATEGIES or name in PEERS]
+    return [text for text, name in names.items() if name in (*STRATEGIES, *PEERS, *OTHER_LIBRARIES)]
 
 
 PAGES = [*pages(), *sorted((ROOT / "benchmarks" / "results").glob("*/README.md"))]
 ALL = list(dict.fromkeys(text for page in PAGES for text in printed(page)))
 STOCK = [text for text in ALL if re.split(r"[^\w-]", text)[0] in PEERS]
-OURS = [text for text in ALL if text not in STOCK]
+OURS = [text for text in ALL if text.partition(":")[0] in STRATEGIES]
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +83,9 @@ def meant(text: str) -> object:
     """What an arm is, whatever words it is written in."""
     if "@" in text:
         return text  # raw data of strategies in turns, which has gone since
+    name, *settings = text.split(":")
+    if name in OTHER_LIBRARIES:
+        return name, sorted(settings)
     arm = parse_arm(text)
     made = arm.strategy() if arm.is_ours else PEERS[arm.name].options_type(**arm.options)
     return arm.name if not arm.is_ours else "", getattr(made, "outer", made), arm.settings
@@ -130,4 +134,4 @@ def test_the_table_of_learning_rates_is_what_was_measured() -> None:
 
 def test_the_averages_that_lead_the_tables_are_among_them() -> None:
     assert {"average:2:wire=int4", "average:4:wire=int4", "average:4:wire=int2"} <= set(OURS)
-    assert "hivemind:interval=8:delay=4" in STOCK
+    assert "hivemind:interval=8:delay=4" in ALL

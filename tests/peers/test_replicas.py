@@ -1,9 +1,8 @@
 """Methods whose ranks step alone and average now and then, of torch and other libraries, against loops by hand."""
 
 import functools
-import sys
 from collections.abc import Callable
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,15 +10,18 @@ import torch
 from torch import Tensor, nn
 
 import stretto as st
-from stretto.errors import CommunicationError, ConfigError, MissingExtra, UnknownName
+from stretto.errors import ConfigError, UnknownName
 from stretto.groups import Link, register_throttled
 from stretto_lab.peers import make_peer
-from stretto_lab.peers.libraries import HivemindAverages, HivemindOptions
-from stretto_lab.train.arms import parse_arm
+from stretto_lab.train.arms import parse_arm, peer_of
 from tests.peers import training
 from tests.peers.training import MICRO_BATCHES, UPDATES, WORLD_SIZE
 from tests.processes import run_ranks
 
+FILE = Path(__file__).parents[2] / "benchmarks" / "peers" / "other_libraries.py"
+ACCELERATE, TORCHFT, HIVEMIND = (
+    f"{FILE}:{kind}" for kind in ("AccelerateLocalSGD", "TorchftDiLoCo", "HivemindAverages")
+)
 Parameters = dict[str, Tensor]
 NUM_PARAMETERS = 3 * (6 * 6 + 6) + 6
 
@@ -36,7 +38,7 @@ def copy_of(model: nn.Module) -> Parameters:
 def train_replicas(rank: int, name: str, options: dict[str, Any]) -> tuple[Parameters, Parameters, list[int]]:
     """The mean of the replicas, this rank's own, and what updates sent; of micro-batches that weigh the same."""
     model = training.new_model()
-    peer = make_peer(name, model, training.new_optimizer(model), MICRO_BATCHES, **options)
+    peer = make_peer(peer_of(name), model, training.new_optimizer(model), MICRO_BATCHES, **options)
     updates = [peer.backward(training.loss_of(peer.model, inputs)) for inputs, _ in training.shard(rank)]
     with peer.settled():
         mean = copy_of(model)
@@ -67,9 +69,9 @@ def mean_of(states: list[Parameters]) -> Parameters:
     ("name", "options", "averaged_behind"),
     [
         ("torch-local-sgd", {"interval": 2, "whole_updates": 0}, {1, 3}),  # behind the first update already
-        ("accelerate-local-sgd", {"interval": 3}, {3}),
-        ("torchft-diloco", {"interval": 3, "outer_lr": 1.0, "outer_momentum": 0.0}, {3}),
-        ("hivemind", {"interval": 3, "compression": "none"}, {3}),
+        (ACCELERATE, {"interval": 3}, {3}),
+        (TORCHFT, {"interval": 3, "outer_lr": 1.0, "outer_momentum": 0.0}, {3}),
+        (HIVEMIND, {"interval": 3, "compression": "none"}, {3}),
     ],
 )
 def test_ranks_step_alone_and_their_replicas_are_averaged_behind_some_updates(
@@ -87,10 +89,7 @@ def test_ranks_step_alone_and_their_replicas_are_averaged_behind_some_updates(
         torch.testing.assert_close(shown, mean, rtol=0, atol=1e-6)
         torch.testing.assert_close(own, copy_of(models[rank]), rtol=0, atol=1e-6)
         assert any((own[key] - shown[key]).abs().max() > 1e-4 for key in own)
-        if name in (
-            "accelerate-local-sgd",
-            "torchft-diloco",
-        ):  # DDP tells bucket sizes too; hivemind is not counted
+        if name in (ACCELERATE, TORCHFT):  # DDP tells bucket sizes too; hivemind is not counted
             # 2 (N-1)/N = 1 on two ranks
             whole = 4 * NUM_PARAMETERS
             assert sent == [whole if update in averaged_behind else 0 for update in range(1, UPDATES + 1)]
@@ -111,48 +110,8 @@ def test_hivemind_adds_to_a_replica_how_far_the_mean_was_from_what_left() -> Non
 
     models = replicas_by_hand(land_one_update_later)
     options = {"interval": 2, "delay": 1, "compression": "none"}
-    for rank, (_, own, _) in enumerate(run_counted(train_replicas, "hivemind", options)):
+    for rank, (_, own, _) in enumerate(run_counted(train_replicas, HIVEMIND, options)):
         torch.testing.assert_close(own, copy_of(models[rank]), rtol=0, atol=1e-6)
-
-
-class Unchecked(HivemindAverages):
-    """It finds out late that a format does not work, and does not wait for long."""
-
-    patience = timedelta(seconds=15)
-
-    def check_packing(self, packing: Any) -> None:
-        pass
-
-
-def train_in_8_bits(rank: int) -> Parameters | str:
-    model = training.new_model()
-    peer = Unchecked(
-        model,
-        training.new_optimizer(model),
-        MICRO_BATCHES,
-        options=HivemindOptions(interval=4, compression="uniform8bit"),
-    )
-    try:
-        for inputs, _ in training.shard(rank):
-            peer.backward(training.loss_of(peer.model, inputs))
-    except CommunicationError as error:
-        return str(error)
-    return copy_of(model)
-
-
-def distance(one: Parameters, other: Parameters) -> float:
-    return sum(float((one[key] - other[key]).square().sum()) for key in one) ** 0.5
-
-
-def test_where_hivemind_fails_to_average_the_run_ends() -> None:
-    """Its 8 bits fail with some versions of NumPy; it logs that and goes on without an average."""
-    alone = [copy_of(model) for model in replicas_by_hand(lambda update, models: None)]
-    mean = mean_of(alone)
-    for rank, own in enumerate(run_counted(train_in_8_bits)):
-        if isinstance(own, str):
-            assert own == f"rank {rank}, update 4: hivemind averaged nothing: its log says why"
-        else:
-            assert distance(own, mean) < distance(alone[rank], mean) / 2
 
 
 def average_bfloat16(rank: int) -> None:
@@ -160,7 +119,7 @@ def average_bfloat16(rank: int) -> None:
     with pytest.raises(
         ConfigError, match=f"rank {rank}: hivemind cannot send torch.bfloat16 with compression=float16"
     ):
-        make_peer("hivemind", model, training.new_optimizer(model), 1)
+        make_peer(peer_of(HIVEMIND), model, training.new_optimizer(model), 1)
 
 
 def test_what_hivemind_cannot_pack_is_refused_before_it_starts() -> None:
@@ -179,7 +138,7 @@ def our_diloco(rank: int, options: dict[str, Any]) -> Parameters:
 
 def test_torchft_and_our_diloco_take_the_same_outer_steps_with_momentum() -> None:
     options = {"interval": 2, "outer_lr": 0.7, "outer_momentum": 0.9}
-    theirs = run_counted(train_replicas, "torchft-diloco", options)
+    theirs = run_counted(train_replicas, TORCHFT, options)
     ours = run_counted(our_diloco, options)
     for (_, own, _), parameters in zip(theirs, ours, strict=True):
         torch.testing.assert_close(own, parameters, rtol=0, atol=1e-6)
@@ -187,7 +146,7 @@ def test_torchft_and_our_diloco_take_the_same_outer_steps_with_momentum() -> Non
 
 def test_torchft_sends_a_fragment_at_a_time() -> None:
     options = {"interval": 4, "fragments": 2, "delay": 1, "mix": 0.5}
-    for _, _, sent in run_counted(train_replicas, "torchft-diloco", options):
+    for _, _, sent in run_counted(train_replicas, TORCHFT, options):
         assert sent[1] == sent[3] == 0
         assert sent[0] > 0
         assert sent[2] > 0
@@ -197,12 +156,12 @@ def test_torchft_sends_a_fragment_at_a_time() -> None:
 def refusals(rank: int) -> list[str]:
     found = []
     for name, options in (
-        ("hivemind", {}),
-        ("torchft-diloco", {"interval": 100, "fragments": 100}),
+        (HIVEMIND, {}),
+        (TORCHFT, {"interval": 100, "fragments": 100}),
     ):
         model = training.new_model()
         with pytest.raises(ConfigError) as caught:
-            make_peer(name, model, training.new_optimizer(model), 1, **options)
+            make_peer(peer_of(name), model, training.new_optimizer(model), 1, **options)
         found.append(str(caught.value))
     return found
 
@@ -210,26 +169,11 @@ def refusals(rank: int) -> list[str]:
 def average_alone(rank: int) -> None:
     model = training.new_model()
     with pytest.raises(ConfigError, match="a group of 2 ranks or more; this job has 1"):
-        make_peer("hivemind", model, training.new_optimizer(model), 1)
+        make_peer(peer_of(HIVEMIND), model, training.new_optimizer(model), 1)
 
 
 def test_hivemind_refuses_a_rank_that_is_alone_because_it_would_wait_for_another() -> None:
     run_ranks(1, average_alone)
-
-
-def train_without_libraries(rank: int) -> list[str]:
-    found = []
-    for name, package in (
-        ("accelerate-local-sgd", "accelerate"),
-        ("torchft-diloco", "torchft"),
-        ("hivemind",) * 2,
-    ):
-        sys.modules[package] = None  # type: ignore[assignment]  # as if it were not installed
-        model = training.new_model()
-        with pytest.raises(MissingExtra) as caught:
-            make_peer(name, model, training.new_optimizer(model), 1)
-        found.append(str(caught.value))
-    return found
 
 
 def test_what_a_library_cannot_do_is_refused_with_the_cause() -> None:
@@ -239,25 +183,14 @@ def test_what_a_library_cannot_do_is_refused_with_the_cause() -> None:
     assert "larger than a fragment" in small
 
 
-def test_a_library_that_is_not_installed_is_named_with_the_command_that_installs_it() -> None:
-    assert run_counted(train_without_libraries)[0] == [
-        f"{name} needs {package}: pip install 'stretto[peers]'"
-        for name, package in (
-            ("accelerate-local-sgd", "accelerate"),
-            ("torchft-diloco", "torchft"),
-            ("hivemind", "hivemind"),
-        )
-    ]
-
-
 @pytest.mark.parametrize(
     ("arm", "error", "words"),
     [
         ("torch-local-sgd:interval=0", ConfigError, "interval must be at least 1"),
-        ("hivemind:interval=4:delay=4", ConfigError, "delay=4: expected below the interval"),
-        ("torchft-diloco:interval=3:fragments=2", ConfigError, "expected fragments that divide the interval"),
-        ("torchft-diloco:interval=4:fragments=2:delay=2", ConfigError, "a delay below interval / fragments"),
-        ("torchft-diloco:wire=int8", UnknownName, "torchft-diloco has no setting 'wire'"),
+        (f"{HIVEMIND}:interval=4:delay=4", ConfigError, "delay=4: expected below the interval"),
+        (f"{TORCHFT}:interval=3:fragments=2", ConfigError, "expected fragments that divide the interval"),
+        (f"{TORCHFT}:interval=4:fragments=2:delay=2", ConfigError, "a delay below interval / fragments"),
+        (f"{TORCHFT}:wire=int8", UnknownName, "TorchftDiLoCo has no setting 'wire'"),
         ("torch-ddp:wire=int8", UnknownName, "torch-ddp has no setting 'wire'"),
         ("torch-ddp-powersgd:whole_updates=1", ConfigError, "at least 2"),
     ],
@@ -273,3 +206,23 @@ def test_a_method_without_an_option_says_so() -> None:
     model = training.new_model()
     with pytest.raises(UnknownName, match="torch-ddp has no option 'interval'"):
         make_peer("torch-ddp", model, training.new_optimizer(model), 1, interval=3)
+
+
+@pytest.mark.parametrize(
+    ("arm", "words"),
+    [
+        ("nowhere.py:Averages", "there is no arm file nowhere.py"),
+        (f"{FILE}:HivemindAverage", "has no arm 'HivemindAverage'.*did you mean 'HivemindAverages'"),
+    ],
+)
+def test_an_arm_of_anybodys_that_is_not_there_is_named(arm: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_arm(arm)
+
+
+def test_an_arm_of_anybodys_says_all_of_its_options() -> None:
+    arm = parse_arm(f"{HIVEMIND}:interval=4:lr=0.1")
+    assert not arm.is_ours
+    assert arm.settings == {"lr": 0.1}
+    assert arm.resolved == f"{HIVEMIND}:interval=4:delay=0:compression=float16:lr=0.1"
+    assert arm.own_text == f"{HIVEMIND}:interval=4"

@@ -26,8 +26,6 @@ def find_ranks(workers: int | None, device: DeviceKind = "cpu") -> Ranks:
         return JoinedRank(info, hosts_store=info.rank == 0 and not is_hosted_by_agent(os.environ))
     # Without it Gloo looks up the machine's own name, which fails on many machines.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    # torchft, in a comparison, prints several lines for each of its exchanges otherwise.
-    os.environ.setdefault("RUST_LOG", "warn")
     return LocalRanks(local_workers(workers, device))
 
 

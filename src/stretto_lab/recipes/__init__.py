@@ -6,7 +6,7 @@ from stretto.fields import unknown_name
 from stretto_lab.recipes.batches import MicroBatches, reshard
 from stretto_lab.recipes.digits_resnet import DigitsResNet
 from stretto_lab.recipes.language import Language
-from stretto_lab.recipes.own import absolute, digest, names_own, own_recipe
+from stretto_lab.recipes.own import absolute, digest, imported, names_own, own_recipe
 from stretto_lab.recipes.stdlib_gpt import StdlibGPT
 from stretto_lab.recipes.task import Loss, OverFiles, ResumableLoader, Task, TaskConfig
 
@@ -48,6 +48,7 @@ __all__ = [
     "TaskConfig",
     "absolute",
     "digest",
+    "imported",
     "names_own",
     "recipe",
     "reshard",

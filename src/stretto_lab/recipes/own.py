@@ -44,20 +44,34 @@ def own_recipe(place: str) -> TaskConfig:
         UnknownName: The file, the module or the function does not exist.
         ConfigError: It cannot be imported, or is no recipe.
     """
-    source, name = _parts(place)
-    module = _import_file(Path(source)) if source.endswith(".py") else _import_module(source)
-    made_here = [key for key, one in vars(module).items() if _is_made_in(one, module) and key[:1] != "_"]
-    if not name:
-        raise ConfigError(f"{place} needs the name of a function, as {source}:{(made_here or ['NAME'])[0]}")
-    if not callable(getattr(module, name, None)):
-        raise unknown_name(f"{source} has no recipe", name, made_here)
-    found = getattr(module, name)
+    found = imported(place, "recipe")
     default = found() if inspect.isclass(found) and not _required(found) else options_of(found)()
     if not dataclasses.is_dataclass(default) or not isinstance(default, TaskConfig):
         raise ConfigError(
             f"{place} is a class without fields and build: expected a dataclass as in the page recipes"
         )
     return default
+
+
+def imported(place: str, what: str) -> Any:
+    """Return the function or class of a user's file or module.
+
+    Args:
+        place: path/to/file.py:function or package.module:function.
+        what: A word for errors: what it should be.
+
+    Raises:
+        UnknownName: The file, the module or the function does not exist.
+        ConfigError: The file or the module cannot be imported.
+    """
+    source, name = _parts(place)
+    module = _import_file(Path(source), what) if source.endswith(".py") else _import_module(source)
+    made_here = [key for key, one in vars(module).items() if _is_made_in(one, module) and key[:1] != "_"]
+    if not name:
+        raise ConfigError(f"{place} needs the name of a function, as {source}:{(made_here or ['NAME'])[0]}")
+    if not callable(getattr(module, name, None)):
+        raise unknown_name(f"{source} has no {what}", name, made_here)
+    return getattr(module, name)
 
 
 def absolute(place: str) -> str:
@@ -148,15 +162,15 @@ def _required(kind: type) -> list[str]:
     return [key for key, one in inspect.signature(kind).parameters.items() if one.default is one.empty]
 
 
-def _import_file(path: Path) -> ModuleType:
+def _import_file(path: Path, what: str) -> ModuleType:
     if not path.is_file():
         neighbours = [one.name for one in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise ConfigError(f"there is no recipe file {path}{did_you_mean(path.name, neighbours)}")
+        raise ConfigError(f"there is no {what} file {path}{did_you_mean(path.name, neighbours)}")
     known, name = sys.modules.get(path.stem), path.stem
     found = importlib.util.find_spec(name) if known is None and "." not in name else known and known.__spec__
     if "." in name or not _is_file(found, path):
         raise ConfigError(
-            f"the recipe file {path} cannot be imported as {name!r}: another module has this name, or it contains a "
+            f"the {what} file {path} cannot be imported as {name!r}: another module has this name, or it contains a "
             "dot; rename the file"
         )
     _put_on_path(path.parent)

@@ -2,12 +2,13 @@
 
     name[:key=value]...        for example  acco:first=1:wire=bf16  or  wp:clock=1,8:lr=2e-3  or  average:4
 
-A run names its strategy in the same way.
+A run names its strategy in the same way. In a comparison a method of anybody's is an arm, which is called as a class of
+`stretto_lab.peers`: path/to/file.py:NAME[:key=value]...
 """
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -28,7 +29,8 @@ from stretto.noise import Noise, parse_noise
 from stretto.schedules import Ramp, Schedule, parse_schedule
 from stretto.strategies import STRATEGIES, Strategy
 from stretto.strategies.ledger import ledger_of
-from stretto_lab.peers import PEERS
+from stretto_lab.peers import PEERS, Peer, options_of
+from stretto_lab.recipes import imported
 
 SETTINGS: Mapping[str, Any] = MappingProxyType(
     {
@@ -45,6 +47,8 @@ AS_ECHO = "echo"
 """In the place of a rate of averages: that at which the run's echo loads fresh batches."""
 _OF_PEERS = ("micro_batches", "clip_norm", "lr")
 """Those that a stock method may have for itself."""
+_PLACE = re.compile(r"[^:]*\.py:(\w+)")
+"""Where an arm of anybody's is found."""
 
 
 def parse_clock(text: str) -> Clock:
@@ -156,7 +160,7 @@ class Arm:
     @property
     def resolved(self) -> str:
         """The text that says the same with every option of the strategy in it; what is None and a seed are left out."""
-        record = self.strategy() if self.is_ours else PEERS[self.name].options_type(**self.options)
+        record = self.strategy() if self.is_ours else options_of(peer_of(self.name))(**self.options)
         own = field_types(record.__class__)
         values = {name: getattr(record, name) for name in own}
         texts = {
@@ -164,7 +168,7 @@ class Arm:
             for name, value in values.items()
             if value is not None and name != "seed"
         }
-        texts |= named_settings(self.text, [*own, *SETTINGS])
+        texts |= named_settings(_PLACE.sub(r"\1", self.text), [*own, *SETTINGS])
         return ":".join([self.name, *(f"{name}={text}" for name, text in texts.items())])
 
 
@@ -181,17 +185,18 @@ def parse_arm(text: str) -> Arm:
         UnknownName: No such strategy or stock method, or no such setting.
         ConfigError: A value cannot be read, or cannot be.
     """
-    name, _ = split_settings(text)
+    place = _PLACE.match(text.strip())
+    name = place[0] if place else split_settings(text)[0]
     if name == AUTO:
         raise ConfigError(
             f"{text!r}: auto takes no settings, and is of train alone: expected --strategy auto there, or "
             "the name of a strategy"
         )
-    if name not in STRATEGIES and name not in PEERS:
-        raise unknown_name("no strategy is called", name, [*STRATEGIES, *PEERS])
-    own = field_types(STRATEGIES[name] if name in STRATEGIES else PEERS[name].options_type)
+    own = field_types(STRATEGIES[name] if name in STRATEGIES else options_of(peer_of(name)))
     settings = SETTINGS if name in STRATEGIES else {key: SETTINGS[key] for key in _OF_PEERS}
-    values = read_settings(text, {**own, **settings, **own}, _READERS)  # its own are named first
+    values = read_settings(
+        _PLACE.sub(r"\1", text.strip()), {**own, **settings, **own}, _READERS
+    )  # its own are named first
     arm = Arm(
         text,
         name,
@@ -201,8 +206,23 @@ def parse_arm(text: str) -> Arm:
     if arm.is_ours:
         arm.strategy()  # refuses options that cannot be
     else:
-        PEERS[name].options_type(**arm.options)
+        options_of(peer_of(name))(**arm.options)
     return arm
+
+
+def peer_of(name: str) -> Callable[..., Peer]:
+    """Return what makes the handle of a stock method, or of one of anybody's.
+
+    Raises:
+        UnknownName: There is no such method, file or name in it.
+        ConfigError: The file cannot be imported.
+    """
+    if _PLACE.fullmatch(name):
+        found: Callable[..., Peer] = imported(name, "arm")
+        return found
+    if name not in PEERS:
+        raise unknown_name("no strategy is called", name, [*STRATEGIES, *PEERS, "FILE.py:NAME"])
+    return PEERS[name]
 
 
 def parse_arms(texts: Sequence[str], learning_rates: Mapping[str, float]) -> list[Arm]:

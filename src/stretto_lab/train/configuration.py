@@ -302,10 +302,10 @@ class CompareConfig(Job[TaskT]):
     """Several strategies side by side: each in turn on the same link, then all again."""
 
     strategies: tuple[str, ...] = ("compute", "ddp", "zero1", "dpu", "wp", "acco")
-    """Arms: of train, compute, torch-ddp, torch-ddp-bf16, torch-ddp-powersgd, torch-ddp-zero, torchft-diloco,
-    torch-local-sgd, torch-fsdp2, accelerate-local-sgd, hivemind; with commas between them. What is set for one arm
-    alone follows after colons: wp:wire=bf16:lr=2e-3, acco:clock=1,8, torch-local-sgd:interval=20. Those of train are
-    its strategies; compute never communicates; the others are methods of PyTorch and of other libraries."""
+    """Arms: of train, compute, torch-ddp, torch-ddp-bf16, torch-ddp-powersgd, torch-ddp-zero, torch-local-sgd,
+    torch-fsdp2, or your own as FILE.py:NAME; with commas between them. What is set for one arm alone follows after
+    colons: wp:wire=bf16:lr=2e-3, acco:clock=1,8, torch-local-sgd:interval=20. Those of train are its strategies;
+    compute never communicates; the others are methods of PyTorch."""
     repeats: int = 1
     """Times that every arm runs; one round of all arms after the other, and the seed grows by one each time."""
     out: str = "runs/comparison"

@@ -24,7 +24,7 @@ from stretto_lab.faults import Application, FaultPlan, FaultyGroup, Injector, st
 from stretto_lab.patience import waiting
 from stretto_lab.peers import make_peer
 from stretto_lab.recipes import OverFiles
-from stretto_lab.train.arms import Arm, parse_arm
+from stretto_lab.train.arms import Arm, parse_arm, peer_of
 from stretto_lab.train.budget import Budget, budget_of
 from stretto_lab.train.configuration import RunConfig, TaskT
 from stretto_lab.train.rates import strategy_of
@@ -105,7 +105,7 @@ def open_handle(
     arm = parse_arm(run.strategy)
     if not arm.is_ours:
         return make_peer(
-            arm.name,
+            peer_of(arm.name),
             model,
             optimizer,
             run.micro_batches,

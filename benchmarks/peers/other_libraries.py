@@ -1,8 +1,14 @@
-"""Methods of other libraries to compare with: Accelerate's local SGD, torchft's DiLoCo, and averages by hivemind."""
+"""Methods of other libraries to compare with: Accelerate's local SGD, torchft's DiLoCo, and averages by hivemind.
+
+They are arms of a comparison, as anybody's are:
+
+    stretto compare stdlib-gpt --strategies acco,benchmarks/peers/other_libraries.py:HivemindAverages:interval=4:delay=1
+"""
 
 import contextlib
 import dataclasses
 import multiprocessing
+import os
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
@@ -13,7 +19,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from stretto.errors import CommunicationError, ConfigError, MissingExtra
+from stretto.errors import CommunicationError, ConfigError
 from stretto.fields import check_at_least, check_fields
 from stretto.groups import ThrottledGroup, announce_rank
 from stretto.groups.collectives import method_of
@@ -46,9 +52,9 @@ class AccelerateLocalSGD(Replicas, TorchDDP):
     options_type = AccelerateOptions
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        with _needed("accelerate", self.name):
-            from accelerate import Accelerator
-            from accelerate.local_sgd import LocalSGD
+        from accelerate import Accelerator
+        from accelerate.local_sgd import LocalSGD
+
         wrapped = super().wrap(model)
         self.measured = (self.group, dist.group.WORLD)
         announce_rank(self.rank, self.world_size)
@@ -109,8 +115,9 @@ class TorchftDiLoCo(Replicas):
     options_type = TorchftOptions
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        with _needed("torchft", self.name):
-            from torchft.local_sgd import DiLoCo
+        os.environ.setdefault("RUST_LOG", "warn")  # or it prints several lines for each of its exchanges
+        from torchft.local_sgd import DiLoCo
+
         options = self.options
         fragments = _fragments(model, options.fragments)
         outer = [
@@ -143,7 +150,7 @@ class TorchftDiLoCo(Replicas):
 
         group = self.group
 
-        class OverTheJob(ProcessGroupWrapper):  # type: ignore[misc]  # torchft has no types
+        class OverTheJob(ProcessGroupWrapper):
             """Torchft makes a group when its members change, and here they never do."""
 
             def _create_pg(self, store: Any, rank: int, world_size: int) -> dist.ProcessGroup:
@@ -221,9 +228,9 @@ class HivemindAverages(Replicas):
             )
         if self.world_size == 1:
             raise ConfigError("hivemind finds a group of 2 ranks or more; this job has 1")
-        with _needed("hivemind", self.name):
-            import hivemind
-            from hivemind import averaging, compression
+        import hivemind
+        from hivemind import averaging, compression
+
         formats = {
             "none": compression.NoCompression,
             "float16": compression.Float16Compression,
@@ -329,19 +336,6 @@ class HivemindAverages(Replicas):
         self._averager.shutdown()
         self._dht.shutdown()
         return super().finish()
-
-
-@contextlib.contextmanager
-def _needed(package: str, method: str) -> Iterator[None]:
-    """Say how to install what is imported inside.
-
-    Raises:
-        MissingExtra: It is not installed.
-    """
-    try:
-        yield
-    except ImportError as error:
-        raise MissingExtra(package, "peers", method) from error
 
 
 @contextlib.contextmanager
