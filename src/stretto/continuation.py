@@ -170,8 +170,7 @@ class Continuation:
         """
         state = self._state.blank(stored)
         slots = self._state.slots
-        if "job.published" in stored:
-            state["job"]["published"] = ""
+        state["job"]["published"] = ""
         if same_strategy and all(f"carry.{slot.name}" in stored for slot in slots):
             state["carry"] = {slot.name: self._state.cut(slot, None) for slot in slots}
             state["job"]["round_report"] = b""
@@ -278,7 +277,7 @@ class Continuation:
     def _publish_anew(self, saved: Mapping[str, Any]) -> None:
         """Show the masters as this job's owners publish them, where those that saved showed something else."""
         job = self.job
-        if saved.get("published", self._published) == self._published:
+        if saved["published"] == self._published:
             return
         job.replica.models_show(job.model.parameters)
         values = GradientBuffer(job.layout)
@@ -318,11 +317,9 @@ class Continuation:
             sharded.values(sums, piece).copy_(entry.run(piece.slot.offset + piece.offset, piece.numel))
         names = [slot.name for slot in self._state.slots]
         buffers = self.job.model.statistics.names
-        # Reports of the first releases do not say which samples are at their first use.
-        told = [{"fresh_samples": record["samples"], **record} for record in described["records"]]
         records = [
             RoundReport.pack(_rank_report(members, names, len(buffers), goes_on=goes_on))
-            for members in self._deal(told)
+            for members in self._deal(described["records"])
         ]
         means = described["statistics"].items()
         statistics = {buffers.index(name): at(mean, self._device) for name, mean in means}

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from stretto.averaging.local import LocalReplica, SinceDeparture, Trip
@@ -13,7 +12,7 @@ from stretto.averaging.reports import empty_report
 from stretto.engine.accumulation import Totals
 from stretto.engine.agreed import Alike
 from stretto.engine.buffers import Buffer, changes_of
-from stretto.engine.report import RoundReport, record_dtype
+from stretto.engine.report import RoundReport
 from stretto.engine.statistics import Statistics, at, average_statistics
 from stretto.engine.written import newest_at_rest
 from stretto.optimizer import ShardedOptimizer
@@ -149,26 +148,11 @@ class LocalAtRest(LocalReplica):
         return Trip(
             **{
                 **saved,
-                "report": RoundReport.unpack(
-                    [_as_now(record, slots, buffers) for record in saved["report"]], slots, buffers
-                ),
+                "report": RoundReport.unpack(saved["report"], slots, buffers),
                 "snapshot": [at(value, device) for value in saved["snapshot"]],
                 "averages": {index: at(value, device) for index, value in saved["averages"].items()},
             }
         )
-
-
-def _as_now(record: bytes, num_slots: int, num_buffers: int) -> bytes:
-    """Return a rank's saved report; those of the first releases do not say which samples are at their first use."""
-    now = record_dtype(num_slots, num_buffers)
-    first = np.dtype([(name, now[name]) for name in now.names or () if name != "fresh_samples"])
-    if len(record) != first.itemsize:
-        return record
-    found, filled = np.frombuffer(record, first), np.zeros(1, now)
-    for name in first.names or ():
-        filled[name] = found[name]
-    filled["fresh_samples"] = found["samples"]
-    return filled.tobytes()
 
 
 def _packed(trip: Trip) -> dict[str, Any]:

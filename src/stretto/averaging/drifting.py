@@ -127,9 +127,8 @@ class DriftingReplica(AgreedReplica):
             counts = state["counts"]
             gap, self.interval = counts["rounds"], counts["interval"]
             self.agreement.resume(Alike.DRIFTING if gap else Alike.UNITED, gap)
-            probe = counts.get("probe")  # the first releases measured in another way
-            if self._probe is not None and probe is not None:
-                self._probe.load_state_dict(probe)
+            if self._probe is not None and counts["probe"] is not None:
+                self._probe.load_state_dict(counts["probe"])
 
     # Performers
 

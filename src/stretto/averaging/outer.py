@@ -176,7 +176,7 @@ class Fragment:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned on the same rank; another wire has nothing to owe, or nothing lost."""
         self._left = [torch.zeros_like(master) for master in self._masters][: len(state["left"])]
-        self._trips = state.get("trips", 0)  # the first releases did not count them
+        self._trips = state["trips"]
         for name, tensors in self._tensors.items():
             for tensor, saved in zip(tensors, state[name], strict=False):
                 tensor.copy_(saved)
