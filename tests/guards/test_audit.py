@@ -334,7 +334,7 @@ def test_a_strategy_whose_ranks_drift_apart_cannot_be_audited() -> None:
         Trainer(0, None, st.LocalSGD(rate=0.5), guards=(ALWAYS,))
 
 
-@pytest.mark.parametrize("options", [{"rate": 0.0}, {"rate": 1.5}, {"tolerance": 0.0}, {"tolerance": 1.0}])
+@pytest.mark.parametrize("options", [{"rate": 0.0}, {"rate": 1.5}])
 def test_impossible_options_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="Audit"):
         st.Audit(**options)

@@ -53,10 +53,6 @@ class Audit(Guard):
 
     rate: float = 0.01
     """Share of rounds that are audited; above 0, at most 1. One in a hundred costs one per cent."""
-    tolerance: float = 1e-3
-    """Largest 2-norm of the difference, relative to the gradient's, for kernels that are not deterministic: if ranks
-    differ and none repeats its own gradient, bits cannot be compared. Well above float32's rounding, well below a
-    harmful error."""
     seed: int = 0
     """Seed of the draws."""
 
@@ -67,10 +63,6 @@ class Audit(Guard):
         check_fields(self)
         if not 0 < self.rate <= 1:
             raise ConfigError(f"Audit(rate={self.rate}): expected a share of rounds above 0, at most 1")
-        if not 0 < self.tolerance < 1:
-            raise ConfigError(
-                f"Audit(tolerance={self.tolerance}): expected a relative difference between 0 and 1"
-            )
 
     def watch_rounds(self, rounds: GuardedRounds) -> RoundWatch:
         """Audit the rounds that are drawn."""
@@ -229,7 +221,7 @@ class _RoundAudit:
         if self._rank in (audited, auditor):
             warnings.warn(
                 f"{self._compute.where}: the same micro-batches gave other bits each time, on rank {audited} and on "
-                f"rank {auditor}: kernels are not deterministic, and audits compare within {self._guard.tolerance:g} "
+                f"rank {auditor}: kernels are not deterministic, and audits compare within {_TOLERANCE:g} "
                 "of the norm; with torch.use_deterministic_algorithms(True) they compare bits",
                 stacklevel=2,
             )
@@ -240,7 +232,7 @@ class _RoundAudit:
         if self._rank == audited:
             apart = sum(float((a - b).double().square().sum()) for a, b in zip(flats, values, strict=True))
             whole = sum(float(value.double().square().sum()) for value in values)
-            if not apart <= self._guard.tolerance**2 * whole:
+            if not apart <= _TOLERANCE**2 * whole:
                 relative = (apart / whole) ** 0.5 if whole else float("inf")
                 suspects = tuple(sorted({audited, auditor}))
                 self._report(audited, suspects, f"{relative:.2g} of the norm apart, {_UNKNOWN}")
@@ -331,6 +323,9 @@ class _RoundAudit:
 
 _SILENT, _CLAIMS, _LEFT_OUT = range(3)
 """A rank's answer in an audit: nothing, because no round arrived; a digest; nothing, because it left its round out."""
+_TOLERANCE = 1e-3
+"""Largest 2-norm of the difference, relative to the gradient's, where bits cannot be compared: if ranks differ and none
+repeats its own gradient. Well above float32's rounding, well below a harmful error."""
 _UNKNOWN = "kept: nobody can say who is right"
 
 
