@@ -285,6 +285,7 @@ class DataParallel:
             return
         with self._compute.lifetime.running():
             self.feeding.rest()
+            self._compute.model.check_values(self._compute.where)
             settled = self._compute.settled()
             settled.__enter__()
         try:
@@ -305,6 +306,7 @@ class DataParallel:
             return
         with self._compute.lifetime.running():
             self.feeding.rest()
+            self._compute.model.check_values(self._compute.where)
             with self._compute.model.unsettled():
                 self._compute.check_between_updates(what)
                 yield
@@ -363,6 +365,7 @@ class DataParallel:
         with self._compute.lifetime.running():
             if not self._compute.num_counted:  # a loop that calls loss.backward() has trained nothing
                 self._compute.accumulation.check_own(self._compute.where)
+            self._compute.model.check_values(self._compute.where)
             self.feeding.drain()
             self._compute.show_committed(meets=True)
             self.leave()

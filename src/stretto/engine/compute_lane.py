@@ -233,6 +233,7 @@ class ComputeLane:
         self._ready: Round | None = None  # while one is
         self._in_flight: Pending[Landing] | None = None  # while one is
         self._landing: Landing | None = None  # while one has arrived
+        self._has_failed = False  # whether the other lane has, or the wait for it
         self._opening: Pending[None] | None = None  # the work that an update does ahead of its gradients
         self._hyperparameters: Hyperparameters = []
         self._incidents: list[Incident] = []
@@ -287,6 +288,7 @@ class ComputeLane:
         """Take off if a round is ready; called before every training forward and backward pass."""
         if not self._is_checked:
             self.model.check_unwritten(self.where)
+            self.model.check_values(self.where)
             self._is_checked = True
         self.take_off_if_ready()
         if self.comm.asks_ahead and self._opening is None:
@@ -432,15 +434,39 @@ class ComputeLane:
         """Wait until the round in flight can land; return what it will bring, or None without one."""
         if self._in_flight is not None:
             self._timer.start()
-            self._landing, self._in_flight = self._in_flight.result(), None
+            in_flight, self._in_flight, self._has_failed = self._in_flight, None, True
+            self._landing = in_flight.result()
+            self._has_failed = False
             self.course.enter(Stage.ARRIVED)
             self._exposed_seconds += self._timer.stop()
         return self._landing
 
     def _leave(self, *, waits: bool) -> None:
         """Leave the communication lane, once it is done or at once, and remove all hooks."""
+        if not waits:
+            self.show_what_is_left()
         (self.runtime.join if waits else self.runtime.leave)()
         self.hooks.remove()
+
+    def show_what_is_left(self) -> None:
+        """An error has ended the job: show the last update that has landed where it is shown already, or is all here.
+
+        Masters are that of the next update where a round that ends one has been handed over.
+        """
+        self.model.held_back = None
+        if self.model.shown == "committed" or self._has_failed or self.lifetime.failures.world_size > 1:
+            return
+        try:
+            landing = self.wait_for_lane()
+            if landing is not None and landing.at_boundary:
+                return
+            if self._opening is not None:
+                self._opening.result()
+            values = GradientBuffer(self.layout)
+            self.replica.gather_committed(values.flats, self.statistics)
+            self.model.show(values.views, "committed")
+        except BaseException:  # whatever it is, the job ends because of what came before
+            return
 
     def _before_gradient(self, index: int, gradients: Gradients) -> Gradients | None:
         (gradient,) = gradients

@@ -5,11 +5,15 @@ Note [Jobs that nobody holds]
     that was dropped without `finish` would stay, with its model. So the hooks go with whoever holds the job. That can
     happen at any moment and on any thread, so nothing else is done then: no gradient is touched, no rank is told, and
     what the communication lane has begun goes on.
+
+Note [Estimates that stay]
+    A job that was dropped, or ended by an error, may leave an estimate in the model. Its mark stays then and says so,
+    until every parameter has been written by somebody.
 """
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +37,17 @@ class Mark:
 
     def __init__(self) -> None:
         self._holder: weakref.ref[object] | None = None
+        self._estimate: list[tuple[Tensor, int]] | None = None
+        """The parameters that show an estimate which nobody corrects, with their versions."""
+
+    def leave_estimate(self, parameters: Sequence[Tensor]) -> None:
+        """The job ends while its model shows an estimate; see Note [Estimates that stay]."""
+        self._estimate = [(parameter, parameter._version) for parameter in parameters]
+
+    @property
+    def shows_estimate(self) -> bool:
+        """Whether the job has ended, and a parameter of its model shows an estimate still."""
+        return any(parameter._version == version for parameter, version in self._estimate or ())
 
     def hold(self, holder: object, let_go: Callable[[], None]) -> None:
         """Say who holds the job, and what to call once nobody does; see Note [Jobs that nobody holds]."""
@@ -47,7 +62,7 @@ class Mark:
     @property
     def is_held(self) -> bool:
         """Whether somebody can still go on with the job, or finish it."""
-        return self._holder is None or self._holder() is not None
+        return self._estimate is None and (self._holder is None or self._holder() is not None)
 
     def put(self, node: Any) -> None:
         """Mark a parameter's node."""

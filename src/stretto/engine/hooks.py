@@ -45,6 +45,18 @@ class _Hook(functools.partial[Any]):
         return _no_hook, ()
 
 
+def _before_copies(model: nn.Module, call: Callable[[], None]) -> list[Any]:
+    """Have `call` called before a part of the model is copied, pickled or gives its state away; return handles."""
+    modules = {id(module) for module in model.modules()}
+
+    def state_dict(module: nn.Module, *_: object, before_copy: Callable[[], None]) -> None:
+        if id(module) in modules:
+            before_copy()
+
+    hooked = [module for module in model.modules() if not isinstance(module, jit.ScriptModule)]
+    return [module.register_state_dict_pre_hook(_Hook(state_dict, before_copy=call)) for module in hooked]
+
+
 class Hooks:
     """The hooks of one job.
 
@@ -67,6 +79,7 @@ class Hooks:
         self.mark = Mark()
         """Says who holds the job."""
         self._user = model
+        self._where = where
         self._handles: list[Any] = []
         self._nodes = [adding_node(parameter) for parameter in model.registered]
         """Kept: a node and its hooks end with the last reference."""
@@ -80,6 +93,8 @@ class Hooks:
         self, model: nn.Module, before_forward: Callable[[nn.Module, object], None], where: object
     ) -> None:
         def refuse_estimate() -> None:
+            if self._user.held_back is None:  # a checkpoint that is loaded looks at the entries
+                self._user.check_values(where)
             if self._user.shown == "estimate":
                 raise EstimateShown(
                     f"{where}: state_dict(), a copy or a pickle of the model (or of a part of it) while it shows an "
@@ -87,21 +102,12 @@ class Hooks:
                     "finish()"
                 )
 
-        modules = {id(module) for module in model.modules()}
-
-        def state_dict(module: nn.Module, *_: object, before_copy: Callable[[], None]) -> None:
-            if id(module) in modules:
-                before_copy()
-
         # A scripted module takes no hooks: its backward pass brings a take-off, and its own state_dict() is not seen.
         hooked = [module for module in model.modules() if not isinstance(module, jit.ScriptModule)]
         if model in hooked:
             # First: what is to be shown has to be there before hooks of others look at parameters.
             self._handles.append(model.register_forward_pre_hook(_Hook(before_forward), prepend=True))
-        for module in hooked:
-            self._handles.append(
-                module.register_state_dict_pre_hook(_Hook(state_dict, before_copy=refuse_estimate))
-            )
+        self._handles += _before_copies(model, refuse_estimate)
 
     def _hook_optimizer(self, where: object) -> None:
         def step(*_: object) -> None:
@@ -128,8 +134,22 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._user.shown == "estimate" or self._user.lacks_values:
+            self._leave_estimate()
+            return
         for node in self._nodes:
             self.mark.remove(node)
+
+    def _leave_estimate(self) -> None:
+        """Go on refusing copies, without the job; see Note [Estimates that stay] in `engine/holding.py`."""
+        self.mark.leave_estimate(self._user.parameters)
+        mark, nodes, where = self.mark, self._nodes, str(self._where)
+
+        def refuse_estimate() -> None:
+            if nodes and mark.shows_estimate:  # nodes live as long as this refers to them
+                raise misuse.estimate_left(where)
+
+        _before_copies(self._user.model, refuse_estimate)
 
     def remove(self) -> None:
         """Remove every hook, and give the parameters their gradients' fields back."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stretto.errors import (
     ConfigError,
+    EstimateShown,
     GradientsTouched,
     LossNotScalar,
     ParametersTouched,
@@ -225,6 +226,14 @@ def added_without_weight(name: str, weight: float) -> GradientsTouched:
     return GradientsTouched(
         f"{name!r}: an autograd function has added to its gradient itself, without the weight {weight} that a loss or "
         "model of 16 bits is given later: use weight=1.0, or return the gradient from the function"
+    )
+
+
+def estimate_left(where: object) -> EstimateShown:
+    """A job has ended by an error, or was dropped, while the model showed an estimate."""
+    return EstimateShown(
+        f"{where}: the model shows an estimate of a job that has ended by an error or was dropped: expected committed "
+        "parameters; load a checkpoint into a new DataParallel, or weights into the model"
     )
 
 

@@ -65,6 +65,8 @@ class UserModel:
         self.shown: Shown = "committed"
         self.listeners: list[Listener] = []
         """Receive the installed values and the other events of the compute lane."""
+        self.lacks_values = False
+        """Whether the model shows an estimate of an earlier job, and nobody has loaded committed values since."""
         self.held_back: Held | None = None
         """Inside `settled`, what the model showed before; otherwise None."""
         self._ids = {id(parameter) for parameter in self.registered}
@@ -77,6 +79,7 @@ class UserModel:
 
     def show(self, values: Sequence[Tensor], shown: Shown) -> None:
         """Install `values`, one per parameter, and tell the listeners."""
+        self.shown = "estimate"  # until all of it is there: an interrupt may come in between
         self.install(values)
         for listener in self.listeners:
             listener.installed(values)
@@ -102,6 +105,15 @@ class UserModel:
         """Remember address and version of every parameter, so that a later write is noticed."""
         self._addresses = list(map(Tensor.data_ptr, self.parameters))
         self._versions = list(map(_version, self.parameters))
+
+    def check_values(self, where: object) -> None:
+        """Raise if the model has begun with an estimate of an earlier job.
+
+        Raises:
+            EstimateShown: Says what to load.
+        """
+        if self.lacks_values:
+            raise misuse.estimate_left(where)
 
     @property
     def is_unwritten(self) -> bool:

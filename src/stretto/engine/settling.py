@@ -120,7 +120,7 @@ class SettlingModel(UserModel):
         for listener in self.listeners:
             listener.installed([parameter.detach() for parameter in self.parameters])
         self.statistics.agree()
-        self.shown = "committed"
+        self.shown, self.lacks_values = "committed", False
         self.held_back = None
         self._settled_until_training = False
 
