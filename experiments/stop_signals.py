@@ -50,7 +50,6 @@ COMMANDS = {
     ],
     "simulate": ["simulate", f"{TINY}:Tiny", *LONG, "--ranks", "8"],
     "diagnose": ["diagnose", f"{TINY}:Tiny", "--batches", "100000"],
-    "campaign": ["campaign", f"{TINY}:Tiny", "--faults", "2000", "--out", "{folder}/campaign"],
 }
 STOPS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL")
 TO_ALL = ("SIGINT", "SIGHUP")

@@ -46,7 +46,7 @@ _STARTED_AND_ENDED = threading.Lock()
 
 _FORKED_WITH = (
     "stretto_lab.train.rank",
-    "stretto_lab.campaign.campaign",
+    "stretto_lab.cli.commands",
     "stretto_lab.testing",
     "torch._dynamo",
     "torch.distributed.fsdp",

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from experiments.campaign.drawing import draw_faults
+from experiments.campaign.judgement import LOSS_OFF, Judgement, judge
+from experiments.campaign.trial import GoldenRun, RankResult, Trial
 from stretto.records import Incident
-from stretto_lab.campaign.drawing import draw_faults
-from stretto_lab.campaign.judgement import LOSS_OFF, Judgement, judge
-from stretto_lab.campaign.trial import GoldenRun, RankResult, Trial
 from stretto_lab.faults import Application
 from tests.train.tiny import Tiny
 
@@ -39,7 +39,7 @@ def judged(**changed: Any) -> Judgement:
     mended = Incident(step=1, guard="rest", site="masters", part="bucket 0", ranks=(STRUCK,), action="mended")
     results = [dataclasses.replace(result, **{"incidents": (mended,), **changed}) for result in HEALTHY]
     results[STRUCK].applications = struck_once()
-    return judge(DRAWN, results, HEALTHY, GOLDEN, is_real=False)
+    return judge(DRAWN, results, HEALTHY, GOLDEN)
 
 
 def failed(ranks: tuple[int, ...]) -> Judgement:
@@ -88,7 +88,7 @@ def test_damage_that_takes_itself_back_leaves_nothing_to_be_seen(
     )
     results = [dataclasses.replace(result) for result in HEALTHY]
     results[STRUCK].applications = strikes
-    assert judge(DRAWN, results, HEALTHY, GOLDEN, is_real=False).violation == violation
+    assert judge(DRAWN, results, HEALTHY, GOLDEN).violation == violation
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_detection_counts_from_the_first_strike_that_a_guard_could_see(
     results = [dataclasses.replace(result, incidents=(found,)) for result in healthy]
     results[rank].applications = strikes
     golden = GoldenRun(trial=Trial(task=Tiny(), job=drawn.job, is_guarded=True, seed=0), results=healthy)
-    assert judge(drawn, results, healthy, golden, is_real=False).violation == violation
+    assert judge(drawn, results, healthy, golden).violation == violation
 
 
 def test_strikes_that_were_mended_in_between_are_not_taken_back() -> None:
@@ -125,7 +125,7 @@ def test_strikes_that_were_mended_in_between_are_not_taken_back() -> None:
     ]
     results = [dataclasses.replace(result) for result in HEALTHY]
     results[STRUCK].applications = tuple(strikes)
-    assert judge(DRAWN, results, HEALTHY, GOLDEN, is_real=False).violation == "was not detected"
+    assert judge(DRAWN, results, HEALTHY, GOLDEN).violation == "was not detected"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_what_damage_does_to_a_job_without_guards_is_told_by_parameters_and_loss
 ) -> None:
     unguarded = [dataclasses.replace(result, parameters=parameters, loss=loss) for result in HEALTHY]
     unguarded[STRUCK].applications = struck_once()
-    assert judge(DRAWN, HEALTHY, unguarded, GOLDEN, is_real=False).harm == harm
+    assert judge(DRAWN, HEALTHY, unguarded, GOLDEN).harm == harm
 
 
 def test_a_loss_that_is_not_finite_has_broken_it() -> None:
@@ -154,7 +154,4 @@ def test_a_loss_that_is_not_finite_has_broken_it() -> None:
 def test_ranks_that_end_apart_are_wrong_whatever_is_promised() -> None:
     unpromised = next(one for one in draw_faults(0) if one.row.seen_by is None and one.job.ranks == 3)
     apart = [dataclasses.replace(result, parameters=number) for number, result in enumerate(HEALTHY)]
-    assert (
-        judge(unpromised, apart, apart, GOLDEN, is_real=False).violation
-        == "left ranks with different parameters"
-    )
+    assert judge(unpromised, apart, apart, GOLDEN).violation == "left ranks with different parameters"

@@ -50,8 +50,6 @@ from stretto_lab.cli.help import COMMANDS
         ("train digits-resnet --upadtes 3", "has no option '--upadtes'"),
         ("report --otu page.html", "report needs the folder of a run first"),
         ("train digits-resnet --task.wdith 3", "has no option '--task.wdith'"),
-        ("campaign stdlib", "no recipe is called 'stdlib'; there are stdlib-gpt, digits-resnet"),
-        ("campaign --falts 3", "has no option '--falts'"),
         ("compare digits-resnet --strategies ddp,bogus", "no strategy is called 'bogus'"),
         ("compare digits-resnet --strategies ddp --learning-rates acco=1", "learning rates for acco"),
     ],
@@ -199,20 +197,3 @@ def test_the_program_alone_says_what_it_can_do(
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"stretto {stretto.__version__}\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        ("campaign --faults 0", "--faults 0"),
-        ("campaign --faults 8 --only 8", "--only 8"),
-        ("campaign --faults 8 --real 9", "--real 9"),
-    ],
-)
-def test_a_campaign_that_cannot_be_is_refused_with_exit_code_2(
-    words: str, named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("occupied").touch()
-    assert main(words.split()) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert named in line

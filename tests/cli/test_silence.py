@@ -37,7 +37,6 @@ LISTENED: Mapping[str, str] = {
     "compare": f"{SMALL} {RUN} --strategies zero1 --out compared",
     "diagnose": f"{SMALL} --batches 1 --slow-loader 3000",
     "plan": f"{SMALL} --batches 1 --slow-loader 5000 --ranks 2 --network 10mbit",
-    "campaign": "--faults 4 --clean-rounds 10",
     "simulate": "digits-resnet --ranks 4 --updates 3",
     "report": "runs/first --out page.html",
     "estimate": "--ranks 8",
@@ -92,10 +91,10 @@ def test_every_function_that_workers_run_says_how_far_it_is() -> None:
         and isinstance(call.args[0], ast.Name)
     } & functions.keys()
     assert {"train_rank", "surviving_rank", "measure", "diagnose_rank"} <= called
-    for name in called - {"run_real"}:  # beside which the campaign goes on, and tells of it
+    for name in called:
         names = {node.id for one in functions[name] for node in ast.walk(one) if isinstance(node, ast.Name)}
         assert {"Stages", "_progress"} & names, name
-    waiters = [name for name in ("map_on_workers", "results_on_workers") if name in functions]
+    waiters = [name for name in ("results_on_workers",) if name in functions]
     for path in (ROOT / "src/stretto_lab").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         if any(f"{name}(" in text for name in waiters) and path.name != "processes.py":

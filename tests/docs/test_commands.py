@@ -7,7 +7,6 @@ import shlex
 import pytest
 from torch.distributed.run import get_args_parser
 
-from stretto_lab.campaign import CampaignConfig
 from stretto_lab.cli.options import parse_alone, parse_options
 from stretto_lab.estimate import EstimateConfig
 from stretto_lab.page import ReportConfig
@@ -40,13 +39,6 @@ def test_a_printed_command_has_options_and_arms_that_exist(words: list[str]) -> 
         _, simulation = parse_options("simulate", rest, lambda task: SimulateConfig(task=task))
         simulation.as_run()
         simulation.cluster()
-    elif command == "campaign":
-        recipe = [] if rest[0].startswith("-") else rest[:1]
-        parse_options(
-            "campaign",
-            [*(recipe or ["stdlib-gpt"]), *rest[len(recipe) :]],
-            lambda task: CampaignConfig(task=task),
-        )
     elif command in AFTER_NAMES:
         count = next((at for at, word in enumerate(rest) if word.startswith("-")), len(rest))
         parse_alone(command, rest[count:], AFTER_NAMES[command]())
@@ -71,7 +63,6 @@ def test_the_pages_print_commands() -> None:
         "diagnose",
         "plan",
         "estimate",
-        "campaign",
         "resume",
         "meet",
     }

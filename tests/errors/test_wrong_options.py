@@ -19,7 +19,6 @@ from stretto.fields import field_types
 from stretto.groups import Link
 from stretto.guards import GUARDS
 from stretto.strategies import STRATEGIES
-from stretto_lab.campaign import CampaignConfig
 from stretto_lab.cli import main
 from stretto_lab.faults import Fault, FaultPlan
 from stretto_lab.recipes import RECIPES
@@ -33,7 +32,6 @@ COMMANDS: Mapping[str, Callable[[Any], Any]] = {
     "compare": lambda task: CompareConfig(task=task),
     "simulate": lambda task: SimulateConfig(task=task),
     "diagnose": lambda task: DiagnoseConfig(task=task),
-    "campaign": lambda task: CampaignConfig(task=task),
 }
 
 

@@ -5,9 +5,8 @@ import functools
 
 import pytest
 
-from stretto.guards import Audit
-from stretto_lab.campaign.drawing import JobKind
-from stretto_lab.campaign.promises import (
+from experiments.campaign.drawing import JobKind
+from experiments.campaign.promises import (
     AUDITABLE,
     AUDITED,
     PROMISES,
@@ -15,7 +14,8 @@ from stretto_lab.campaign.promises import (
     WORDS,
     Promise,
 )
-from stretto_lab.campaign.trial import RankResult, Trial, run_virtual
+from experiments.campaign.trial import RankResult, Trial, run_virtual
+from stretto.guards import Audit
 from stretto_lab.faults import Fault
 from stretto_lab.faults.plan import SITES, Pattern, Site
 from tests.docs.pages import DOCS, table

@@ -171,7 +171,7 @@ def test_a_damaged_folder_makes_a_page_that_names_the_gap(
     assert gap in shown(Path("run/report.html").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("file", ["compare.json", "campaign.json"])
+@pytest.mark.parametrize("file", ["compare.json"])
 @pytest.mark.parametrize(
     "content", ["{}", '{"runs": [1, {}], "sites": [{}], "broken": 3}', "[[", '{"runs": {}}']
 )
@@ -186,9 +186,9 @@ def test_damaged_results_make_a_page_too(file: str, content: str) -> None:
         ("report", "report needs the folder of a run first: stretto report FOLDER..."),
         (
             "report nowhere",
-            "nowhere: expected the folder of a run, a comparison or a campaign, found no folder",
+            "nowhere: expected the folder of a run or a comparison, found no folder",
         ),
-        ("report empty", "found no config.json, compare.json, campaign.json"),
+        ("report empty", "found no config.json, compare.json"),
         ("report run --otu x", "did you mean '--out'?"),
         ("report run --updates 5", "--updates 5: expected two numbers, found 1"),
         ("report run --updates 5,2", "--updates must be 0 <= FIRST <= LAST, found 5,2"),

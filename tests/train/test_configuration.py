@@ -11,7 +11,6 @@ from stretto.errors import ConfigError
 from stretto.groups import SoloGroup
 from stretto.parallel import DataParallel
 from stretto.strategies import STRATEGIES
-from stretto_lab.campaign import CampaignConfig
 from stretto_lab.train.configuration import CompareConfig, Job, RunConfig
 from stretto_lab.train.handle import open_handle
 from tests.train.tiny import Tiny
@@ -75,7 +74,6 @@ def test_a_setting_that_cannot_be_is_refused(kind: Any, settings: dict[str, Any]
         (Job, {"ranks_per_node": 1, "bucket_bytes": 1}),
         (RunConfig, {"checkpoint_every": 1, "checkpoints_kept": 1, "restarts": 0, "total_micro_batches": 1}),
         (CompareConfig, {"repeats": 1}),
-        (CampaignConfig, {"faults": 1, "workers": 1, "clean_rounds": 0, "real": 0, "only": 0}),
     ],
 )
 def test_the_least_that_a_message_asks_for_is_taken(kind: Any, settings: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Processes that a command starts: results in order, whoever fails is told, and nothing outlives the command."""
+"""Processes that a command starts: results by job, whoever fails is told, and nothing outlives the command."""
 
 import contextlib
 import functools
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import WorkerFailed
-from stretto_lab.train.processes import Stops, map_on_workers, stops_exit, supervised
+from stretto_lab.train.processes import Stops, results_on_workers, stops_exit, supervised
 from tests.processes import Command
 
 
@@ -30,9 +30,9 @@ def tell_and_wait(number: int) -> None:
     threading.Event().wait()
 
 
-def test_results_come_in_the_order_of_jobs() -> None:
-    assert list(map_on_workers(square, range(9), 3)) == [number**2 for number in range(9)]
-    assert list(map_on_workers(square, [], 2)) == []
+def test_every_result_comes_with_the_number_of_its_job() -> None:
+    assert sorted(results_on_workers(square, range(9), 3)) == [(number, number**2) for number in range(9)]
+    assert list(results_on_workers(square, [], 2)) == []
 
 
 @pytest.mark.parametrize(
@@ -41,11 +41,11 @@ def test_results_come_in_the_order_of_jobs() -> None:
 )
 def test_a_job_that_fails_is_told(number: int, cause: str) -> None:
     with pytest.raises(WorkerFailed, match=cause):
-        list(map_on_workers(square, [1, number], 1))
+        list(results_on_workers(square, [1, number], 1))
 
 
 def map_two() -> None:
-    list(map_on_workers(tell_and_wait, [1, 2], 2))
+    list(results_on_workers(tell_and_wait, [1, 2], 2))
 
 
 def test_no_process_outlives_a_command_that_is_stopped() -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -10,7 +9,6 @@ from typing import Any
 
 from stretto.errors import ConfigError, StrettoError, UnknownName
 from stretto.terminal import printable
-from stretto_lab.campaign import CampaignConfig, repeat_fault, run_campaign, small
 from stretto_lab.cli.auto import (
     choose,
     chosen_before,
@@ -37,7 +35,7 @@ from stretto_lab.cli.screens import (
     print_simulation,
 )
 from stretto_lab.estimate import EstimateConfig
-from stretto_lab.observe import Stages, print_campaign, print_comparison
+from stretto_lab.observe import print_comparison
 from stretto_lab.page import PAGE, ReportConfig, page_of, report
 from stretto_lab.patience import fold, waiting
 from stretto_lab.plan import PlanConfig
@@ -64,15 +62,10 @@ CONFIGURE: Mapping[str, Callable[[TaskConfig], Any]] = MappingProxyType(
         "diagnose": lambda task: DiagnoseConfig(task=task),
         "plan": lambda task: PlanConfig(task=task),
         "estimate": lambda _: EstimateConfig(),
-        "campaign": lambda task: CampaignConfig(task=small(task)),
         "meet": lambda _: MeetConfig(),
     }
 )
 """What makes the configuration of each command from a recipe's."""
-CAMPAIGN_RECIPE = "stdlib-gpt"
-"""What a campaign trains where no recipe is named."""
-BROKEN = 1
-"""Exit code: a promise was broken."""
 
 
 def run_command(name: str, words: Sequence[str]) -> int:
@@ -86,7 +79,6 @@ def run_command(name: str, words: Sequence[str]) -> int:
         "diagnose": diagnose_command,
         "plan": plan_command,
         "estimate": print_estimate,
-        "campaign": campaign_command,
         "meet": lambda words: meet(parse_alone("meet", words, MeetConfig()), _print_line),
     }
     return commands[name](words) or 0
@@ -96,7 +88,7 @@ def help_of(name: str, words: Sequence[str]) -> str:
     """Return the help that `words` ask for."""
     takes_recipe = "RECIPE" in COMMANDS[name].takes
     named = words[0] if takes_recipe and not words[0].startswith("-") else None
-    config = CONFIGURE[name](recipe(named or CAMPAIGN_RECIPE))
+    config = CONFIGURE[name](recipe(named or "stdlib-gpt"))
     return command_help(name, _described_recipes(), list(options_of(config)), named, whole=HELP_ALL in words)
 
 
@@ -241,7 +233,7 @@ def simulate_command(words: Sequence[str]) -> None:
 
 
 def report_command(words: Sequence[str]) -> None:
-    """Make a page about the folders of runs, comparisons and campaigns."""
+    """Make a page about the folders of runs and comparisons."""
     count = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
     if not count:
         raise UnknownName("report needs the folder of a run first: stretto report FOLDER...")
@@ -275,43 +267,3 @@ def plan_command(words: Sequence[str]) -> None:
     found = rankings(job, ranks)
     if ranks.is_first:
         print_plan(found)
-
-
-def campaign_command(words: Sequence[str]) -> int:
-    """Strike small jobs with seeded faults and see whether guards keep their promises.
-
-    Returns:
-        The process's exit code: 0 where every promise was kept, 1 where one was broken or an alarm was false.
-    """
-    named = bool(words) and not words[0].startswith("-")
-    whole = list(words) if named else [CAMPAIGN_RECIPE, *words]
-    _, campaign = parse_options("campaign", whole, CONFIGURE["campaign"])
-    if campaign.only is not None:
-        return _repeat(campaign, campaign.only)
-    with Stages("campaign") as stages:
-        report = run_campaign(campaign, stages)
-    print_campaign(report)
-    _show(campaign.out)
-    return _complain(report, whole)
-
-
-def _complain(report: Mapping[str, Any], words: Sequence[str]) -> int:
-    """Print every broken promise with the command that repeats it, and return the exit code."""
-    for alarm in report["alarms"]:
-        print(f"false alarm: {alarm}")
-    for broken in report["broken"]:
-        _print_line(f"broken promise: {broken['story']}")
-        print(f"replay: stretto campaign {shlex.join([*words, '--only', str(broken['number'])])}")
-    return BROKEN if report["broken"] or report["alarms"] else 0
-
-
-def _repeat(campaign: CampaignConfig[TaskConfig], number: int) -> int:
-    with waiting("repeating the fault"):
-        judgement = repeat_fault(campaign, number)
-    drawn = judgement.drawn
-    _print_line(f"fault {number}: {drawn.fault} in {drawn.job}, moment {drawn.moment:.3f}")
-    print(f"promised: {drawn.promise.summary}")
-    print(f"on {'real' if judgement.is_real else 'virtual'} workers, unguarded: {judgement.harm}")
-    for line in judgement.story.splitlines():
-        _print_line(line)
-    return 0 if judgement.violation is None else BROKEN

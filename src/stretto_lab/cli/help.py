@@ -17,7 +17,7 @@ _LEFT = 24
 HELP = ("-h", "--help")
 HELP_ALL = "--help-all"
 
-Takes = Literal["RECIPE", "[RECIPE]", "FOLDER", "FOLDER...", "[RECORD...]", ""]
+Takes = Literal["RECIPE", "FOLDER", "FOLDER...", "[RECORD...]", ""]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,11 +82,6 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             summary="say at once what an exchange would cost, from a few figures",
             takes="",
             basic=("parameters", "update-seconds", "ranks", "network", "micro-batches", "allow-loss"),
-        ),
-        "campaign": Command(
-            summary="strike small jobs with faults, and hold guards to their promises",
-            takes="[RECIPE]",
-            basic=("faults", "real", "clean-rounds", "workers", "seed", "only", "out"),
         ),
         "meet": Command(
             summary="host the store of jobs that survive the loss of ranks",

@@ -4,7 +4,7 @@ from stretto.json_lines import JsonLines, append_json_line, read_json_lines, rep
 from stretto_lab.observe.progress import Header, Progress
 from stretto_lab.observe.records import Observer, Recorder, StrikeRecorder, strikes_file
 from stretto_lab.observe.stages import Stages
-from stretto_lab.observe.tables import print_campaign, print_comparison
+from stretto_lab.observe.tables import print_comparison
 from stretto_lab.observe.tensorboard import TensorBoard
 from stretto_lab.observe.trace import Trace, trace_file
 
@@ -19,7 +19,6 @@ __all__ = [
     "TensorBoard",
     "Trace",
     "append_json_line",
-    "print_campaign",
     "print_comparison",
     "read_json_lines",
     "replace_json",

@@ -1,12 +1,12 @@
-"""Tables on the screen or in a file: the results of a comparison and a campaign."""
+"""Tables on the screen or in a file: the results of a comparison."""
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from stretto.errors import MissingExtra
-from stretto_lab.patience import COLUMNS, fold
+from stretto_lab.patience import COLUMNS
 
 
 def _print_table(what: str, caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -122,51 +122,3 @@ def _spread(
     if of is not None and of != len(values):
         median += f" {len(values)}/{of}"
     return (median, "", "") if min(values) == max(values) else (median, text(min(values)), text(max(values)))
-
-
-_CAMPAIGN_HEADINGS = ("damage", "applied", "harmful", "detected", "named", "identical", "error")
-
-
-def print_campaign(report: Mapping[str, Any]) -> None:
-    """Print one row for each kind of damage, grouped by the guard that watches for it, and the totals.
-
-    The table fits 80 columns; a wider screen gives longer lines in the first column.
-
-    Args:
-        report: What campaign.json holds.
-
-    Raises:
-        MissingExtra: rich is not installed.
-    """
-    by_guard: dict[str, list[Mapping[str, Any]]] = {}
-    for row in sorted(report["sites"], key=lambda row: row["guard"] is None):
-        by_guard.setdefault(row["guard"] or "nobody", []).append(row)
-    cells: list[tuple[str, ...]] = []
-    for guard, rows in by_guard.items():
-        cells += [(f"Seen by {guard}:", *[""] * (len(_CAMPAIGN_HEADINGS) - 1)), *map(_campaign_cells, rows)]
-    _print_table(
-        "campaign",
-        "Faults by what they damaged. applied: they changed bits in the guarded job; harmful: they changed the "
-        "outcome of the job without guards. All other columns count applied faults.",
-        _CAMPAIGN_HEADINGS,
-        cells,
-    )
-    print(f"{report['applied']} of {report['faults']} faults changed bits")
-    print(f"{report['on_real_workers']} of {report['faults']} faults struck real workers")
-    delays = [row["updates_to_detect"] for row in report["sites"] if row["updates_to_detect"] is not None]
-    if delays:
-        print(f"damage was detected after at most {max(delays)} updates")
-    print(f"{len(report['broken'])} promises broken")
-    print(f"{report['false_alarms']} false alarms in {report['clean_rounds']:,} clean rounds")
-    overheads = ", ".join(f"{name} {share - 1:+.0%}" for name, share in report["overheads"].items())
-    print(fold(f"processor time of guards: {overheads}"))
-    print(f"{report['seconds']:.0f} s")
-
-
-def _campaign_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    kind = [row["site"]]
-    kind += [row[key] for key, usual in (("extent", "any"), ("strategies", "all")) if row[key] != usual]
-    kind += ["repeated"] if row["lasts"] else []
-    kind += [f"{row['audit_rate']:.0%} of rounds"] if row["audit_rate"] is not None else []
-    columns = ("applied", "harmful", "detected", "named", "identical", "ended_with_error")
-    return ", ".join(kind), *(str(row[key]) for key in columns)

@@ -52,7 +52,7 @@ def report(paths: Sequence[Path], config: ReportConfig) -> list[str]:
     """Write the page about some folders, and return what is missing in them, one line each.
 
     Args:
-        paths: Folders of runs, comparisons and campaigns.
+        paths: Folders of runs and comparisons.
         config: What to write, and where.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The folders of `compare` and `campaign`: arms and tables."""
+"""The folder of a comparison: its arms."""
 
 from pathlib import Path
 from typing import Any
@@ -92,28 +92,3 @@ def _arm(record: dict[str, Any], folder: str) -> Run:
         events=(),
         time=of_totals({name: number(value) for name, value in record.items()}, strategy),
     )
-
-
-def read_campaign(path: Path, name: str) -> Contents:
-    """Return the tables of a campaign; what is missing is named among the gaps."""
-    gaps: list[str] = []
-    content = read_json(path / "campaign.json", gaps)
-    fields = ("faults", "applied", "on_real_workers", "clean_rounds", "false_alarms", "seconds")
-    facts = {field.replace("_", " "): formatted(number(content.get(field)), "{:,.0f}") for field in fields}
-    broken = [mapping(one) for one in items(content.get("broken"))]
-    sites = [mapping(one) for one in items(content.get("sites"))]
-    columns = ("site", "guard", "strategies", "applied", "harmful", "detected", "named", "identical")
-    tables = [
-        Table(
-            title="Promises broken",
-            headings=("fault", "why", "story"),
-            rows=[[str(one.get(name)) for name in ("number", "why", "story")] for one in broken],
-        ),
-        Table(
-            title="Damage",
-            headings=columns,
-            rows=[["-" if one.get(name) is None else str(one[name]) for name in columns] for one in sites],
-        ),
-    ]
-    facts |= describe_machine(mapping(content.get("environment")))
-    return Contents(path=path, name=name, facts=facts, runs=[], tables=tables, gaps=gaps)

@@ -153,19 +153,6 @@ def supervised(*preload: str, lands: bool = False) -> Iterator[Workers]:
             workers.end()
 
 
-def map_on_workers(
-    function: Callable[[Given], Found], jobs: Sequence[Given], num_workers: int, *preload: str
-) -> Iterator[Found]:
-    """Yield `function(job)` of every job in their order; arguments and errors are those of `results_on_workers`."""
-    results: dict[int, Found] = {}
-    following = 0
-    for index, result in filter(None, results_on_workers(function, jobs, num_workers, *preload)):
-        results[index] = result
-        while following in results:
-            yield results.pop(following)
-            following += 1
-
-
 def results_on_workers(
     function: Callable[[Given], Found],
     jobs: Sequence[Given],
@@ -213,7 +200,7 @@ def _hand_over(worker: Worker, waiting: Iterator[tuple[int, Any]]) -> bool:
 
 
 def _serve(pipe: Connection, function: Callable[[Any], Any]) -> None:
-    """Do jobs until the process is killed: the body of a process of `map_on_workers`."""
+    """Do jobs until the process is killed: the body of a process of `results_on_workers`."""
     torch.set_num_threads(1)  # the processes share the cores
     while True:
         index, job = pipe.recv()

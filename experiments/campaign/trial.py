@@ -1,4 +1,4 @@
-"""A trial: one small job of a campaign, with a fault or without, on virtual ranks or on real workers.
+"""A trial: one small job of a campaign, with a fault or without, on virtual ranks.
 
 The fault strikes at one of the site's *opportunities*, which are the moments at which there is something to damage. How
 many there are is known from the golden run: the same job without a fault. Every other trial is compared with it.
@@ -13,28 +13,23 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from experiments.campaign.drawing import RANKS, DrawnFault, JobKind
 from stretto.checksums import digest
 from stretto.engine import Options
 from stretto.errors import ConformanceFailed, CorruptionError, StrettoError
-from stretto.groups import Link
 from stretto.guards import GUARDS, Audit, Guard
 from stretto.parallel import DataParallel
 from stretto.records import Incident
 from stretto.strategies import STRATEGIES
 from stretto.strategies.ledger import ledger_of
-from stretto_lab.campaign.drawing import RANKS, DrawnFault, JobKind
 from stretto_lab.faults import Application, Fault, FaultPlan, FaultyGroup, Injector, strike_memory
 from stretto_lab.faults.plan import SITES, Site
 from stretto_lab.recipes import Task, TaskConfig
-from stretto_lab.train.workers import RankInfo, joined_group
 from stretto_lab.virtual import VirtualCluster
 
 BUCKET_BYTES = 2**18
 """Small enough for several buckets, and large enough that a rank's share of most of them fills more than one row of
 sums (32 KiB)."""
-WAIT_SECONDS = 10.0
-"""How long a real worker waits for another. A guarded job that waits longer has broken a promise. It is short because
-a rank that fails alone leaves the others waiting, and torch closes a group only when nobody waits."""
 _SITES: tuple[Site, ...] = SITES  # type: ignore[assignment]  # the same words, without their type
 _NEVER = 10**9
 _LARGE = 4096
@@ -123,21 +118,6 @@ def run_virtual(trial: Trial) -> list[RankResult]:
     return results
 
 
-def run_real(info: RankInfo, trials: list[Trial]) -> list[RankResult]:
-    """Run trials one after the other on this real worker and return its results; all workers must call this."""
-    torch.set_num_threads(1)
-    results = []
-    with joined_group(info, Link.parse("none"), torch.device("cpu"), WAIT_SECONDS):
-        group = dist.group.WORLD
-        if group is None:
-            raise RuntimeError("expected a default group, which `joined_group` makes")
-        for trial in trials:
-            results.append(RankResult())
-            _run_on_rank(group, trial, results[-1])
-            dist.barrier()
-    return results
-
-
 def _run_on_rank(group: dist.ProcessGroup, trial: Trial, result: RankResult) -> None:
     """Run a trial on this rank of `group` and fill in `result`.
 
@@ -160,7 +140,6 @@ def _run_on_rank(group: dist.ProcessGroup, trial: Trial, result: RankResult) -> 
                 bucket_bytes=BUCKET_BYTES,
                 wire=trial.job.wire,
                 verified=trial.is_guarded and trial.job.wire == "fp32",
-                timeout_seconds=WAIT_SECONDS,
             ),
         )
         strike_memory(parallel, injector)

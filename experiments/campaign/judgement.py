@@ -1,15 +1,15 @@
-"""What became of each fault, and whether the promise about it was kept; and the rows of campaign.json."""
+"""What became of each fault, and whether the promise about it was kept; and the rows of the table."""
 
 import dataclasses
 import itertools
 import math
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Literal
 
-from stretto_lab.campaign.drawing import CAMPAIGNED, DrawnFault
-from stretto_lab.campaign.promises import ROWS, STRATEGIES_OF, Ending, Promise, weakened
-from stretto_lab.campaign.trial import GoldenRun, RankResult, Trial
+from experiments.campaign.drawing import DrawnFault
+from experiments.campaign.promises import ROWS, Ending, Promise, weakened
+from experiments.campaign.trial import GoldenRun, RankResult, Trial
 from stretto_lab.faults import Application
 from stretto_lab.faults.memory import ON_COMPUTE_LANE
 
@@ -31,8 +31,6 @@ class Judgement:
     """What became of one fault."""
 
     drawn: DrawnFault
-    is_real: bool
-    """Whether the guarded job ran on real workers. The unguarded one is always virtual: the bits are the same."""
     is_applied: bool
     """Whether bits changed in the guarded job, by digests before and after."""
     is_due: bool
@@ -57,8 +55,6 @@ def judge(
     guarded: Sequence[RankResult],
     unguarded: Sequence[RankResult],
     golden: GoldenRun,
-    *,
-    is_real: bool,
 ) -> Judgement:
     """Compare both jobs of a fault with the golden run.
 
@@ -67,7 +63,6 @@ def judge(
         guarded: What became of the guarded job, by rank.
         unguarded: The same of the unguarded one.
         golden: The guarded golden run. The unguarded one has the same parameters.
-        is_real: Whether the guarded job ran on real workers.
     """
     struck = _applied(drawn, guarded)
     applied = _left_to_see(drawn, struck, golden.trial)
@@ -82,7 +77,6 @@ def judge(
     )
     return Judgement(
         drawn=drawn,
-        is_real=is_real,
         is_applied=bool(struck),
         is_due=is_due,
         harm=harm,
@@ -248,27 +242,20 @@ def _story(guarded: Sequence[RankResult], ending: Ending, violation: str | None)
 Row = dict[str, Any]
 
 
-def site_rows(judgements: Sequence[Judgement], overheads: Mapping[str, float]) -> list[Row]:
-    """Return one row for each promise that was tried, and another one for faults that struck again and again.
-
-    Args:
-        judgements: Of all faults.
-        overheads: By strategy: processor time of a guarded job over that of an unguarded one.
-    """
-    rows = []
-    for promise in ROWS:
-        for lasts in (False, True):
-            own = [one for one in judgements if one.drawn.row == promise and one.drawn.lasts == lasts]
-            if own:
-                rows.append(_site_row(promise, own, overheads, lasts=lasts))
-    return rows
+def site_rows(judgements: Sequence[Judgement]) -> list[Row]:
+    """Return one row for each promise that was tried, and another one for faults that struck again and again."""
+    return [
+        _site_row(promise, own, lasts=lasts)
+        for promise in ROWS
+        for lasts in (False, True)
+        if (own := [one for one in judgements if one.drawn.row == promise and one.drawn.lasts == lasts])
+    ]
 
 
-def _site_row(
-    promise: Promise, own: Sequence[Judgement], overheads: Mapping[str, float], *, lasts: bool
-) -> Row:
+def _site_row(promise: Promise, own: Sequence[Judgement], *, lasts: bool) -> Row:
     applied = [one for one in own if one.is_applied]
-    strategies = [name for name in CAMPAIGNED if name in STRATEGIES_OF[promise.strategies]]
+    taken = [one.updates_to_detect for one in applied if one.updates_to_detect is not None]
+    harms = Counter(one.harm for one in own)
     return {
         "site": promise.site,
         "extent": promise.extent,
@@ -279,41 +266,13 @@ def _site_row(
         "promised": (weakened(promise) if lasts else promise).summary,  # between two ranks it may be less
         "drawn": len(own),
         "applied": len(applied),
-        "applied_on_real_workers": sum(one.is_real for one in applied),
-        **_harm_counts(own),
+        "harmful": sum(harms[harm] for harm in ("silent corruption", "loss off", "error")),
+        "harm": dict(sorted(harms.items())),
         "due": sum(one.is_due for one in own),
         "detected": sum(one.is_detected for one in applied),
         "named": sum(one.is_named for one in applied),
         "identical": sum(one.ending == "identical" for one in applied),
-        "ended_with_error": sum(one.ending == "error" for one in applied),
-        "updates_to_detect": max(
-            (one.updates_to_detect for one in applied if one.updates_to_detect is not None), default=None
-        ),
-        "overhead": math.fsum(overheads[name] for name in strategies) / len(strategies),
+        "error": sum(one.ending == "error" for one in applied),
+        "updates_to_detect": max(taken, default=None),
         "broken": [one.drawn.number for one in own if one.violation is not None],
-    }
-
-
-def pattern_rows(judgements: Sequence[Judgement]) -> list[Row]:
-    """Return one row for each pattern of damage: how often it does harm without guards, and how often it is seen."""
-    by_pattern: dict[str, list[Judgement]] = defaultdict(list)
-    for one in judgements:
-        by_pattern[one.drawn.fault.pattern].append(one)
-    return [
-        {
-            "pattern": pattern,
-            "drawn": len(own),
-            **_harm_counts(own),
-            "due": sum(one.is_due for one in own),
-            "detected": sum(one.is_due and one.is_detected for one in own),
-        }
-        for pattern, own in sorted(by_pattern.items())
-    ]
-
-
-def _harm_counts(own: Sequence[Judgement]) -> Row:
-    harms = Counter(one.harm for one in own)
-    return {
-        "harmful": sum(harms[harm] for harm in ("silent corruption", "loss off", "error")),
-        "harm": dict(sorted(harms.items())),
     }

@@ -5,8 +5,7 @@ import itertools
 import random
 from collections.abc import Iterator
 
-from stretto.guards import Audit
-from stretto_lab.campaign.promises import (
+from experiments.campaign.promises import (
     AUDITABLE,
     EXTENTS,
     ROWS,
@@ -16,6 +15,7 @@ from stretto_lab.campaign.promises import (
     between_two,
     weakened,
 )
+from stretto.guards import Audit
 from stretto_lab.faults import Fault, draw_fault
 from stretto_lab.faults.plan import Lasts, Pattern
 
@@ -127,8 +127,3 @@ def _draw_fault(row: Promise, ranks: int, chance: random.Random) -> Fault:
     if is_always_noticed and chance.random() < _LASTING_SHARE:
         fault = dataclasses.replace(fault, lasts=chance.choice(_LASTING), burst=chance.choice((2, 5)))
     return fault
-
-
-def draw_real_numbers(seed: int, faults: int, real: int) -> frozenset[int]:
-    """Return the numbers of the `real` faults, of `faults` in all, that strike real workers."""
-    return frozenset(random.Random(f"{seed}/real").sample(range(faults), real))
