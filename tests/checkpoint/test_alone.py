@@ -50,7 +50,7 @@ def test_who_waits_for_a_checkpoint_alone_is_told_so(tmp_path: Path) -> None:
         caller = case[2]
         told, other = both[caller], both[1 - caller]
         assert told.startswith(f"PeerSilent: rank {caller}, after step 2, "), (case, told)
-        assert "a checkpoint: expected all ranks to save or load after the same update" in told, (case, told)
+        assert "a checkpoint, which all ranks do after the same update: " in told, (case, told)
         assert f"rank {1 - caller} for the reduction" in told, (case, told)
         assert other.startswith(f"PeerSilent: rank {1 - caller}, after step 2, waiting for the reduction"), (
             case

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from stretto.engine import Clock
 from stretto.errors import ConfigError, UnknownName
 from stretto.groups.collectives import Call
 from stretto_lab.faults import Fault
 from stretto_lab.observe import read_json_lines
+from stretto_lab.recipes import Task
 from stretto_lab.train.rank import RankContext, train_at
 from stretto_lab.train.simulation import SimulateConfig, simulate
 from stretto_lab.virtual import VirtualCluster, VirtualGroup
@@ -30,6 +32,33 @@ def simulation(folder: str | None = None, **settings: Any) -> SimulateConfig[Tin
         **settings,
     }
     return SimulateConfig(task=Tiny(), run_dir=folder, **chosen)
+
+
+EVALUATED: list[float] = []
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Counted(Tiny):
+    """Notes every evaluation."""
+
+    def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
+        task = Tiny.build(self, rank, world_size, seed, updates)
+
+        def evaluate(model: nn.Module) -> float:
+            EVALUATED.append(task.evaluate(model))
+            return EVALUATED[-1]
+
+        return dataclasses.replace(task, evaluate=evaluate)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "acco", "local", "diloco"])
+def test_virtual_ranks_evaluate_once_together(strategy: str) -> None:
+    EVALUATED.clear()
+    settings = simulation(strategy=strategy, evaluate_every=2)
+    outcomes = simulate(dataclasses.replace(settings, task=Counted())).values
+    for outcome in outcomes:
+        assert [one.heldout_loss for one in outcome.evaluations] == EVALUATED
+    assert len(EVALUATED) > 2
 
 
 def test_faults_strike_virtual_ranks_and_guards_find_them() -> None:

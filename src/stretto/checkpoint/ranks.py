@@ -93,8 +93,7 @@ class Ranks:
             cause = job.compute.lifetime.cause_of(error)
             if isinstance(cause, PeerSilent):
                 cause = PeerSilent(
-                    f"{self._where}, {doing}: expected all ranks to save or load after the same update, and not one "
-                    f"alone, found: {cause}",
+                    f"{self._where}, {doing}, which all ranks do after the same update: {cause}",
                     cause.ranks,
                 )
             if isinstance(cause, CommunicationError):

@@ -132,6 +132,7 @@ class Loop:
         saves: Writes the checkpoints.
         stopwatch: The training time.
         totals: Adds up the updates.
+        losses: Held-out losses by update, as far as they are known.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class Loop:
         saves: Saves[Any],
         stopwatch: Stopwatch,
         totals: Totals,
+        losses: dict[int, float],
     ) -> None:
         self.task = task
         self.handle = handle
@@ -153,6 +155,7 @@ class Loop:
         self._device = next(task.model.parameters()).device
         self._observers = observers
         self._saves = saves
+        self._losses = losses
 
     def tell_of_beginning(self) -> None:
         """Tell observers that training begins."""
@@ -191,10 +194,12 @@ class Loop:
         if self.totals.evaluations and self.totals.evaluations[-1].step == step:
             return
         with self.stopwatch.held(), kept_random_states(self._device), self.handle.settled():
+            if step not in self._losses:
+                self._losses[step] = self.task.evaluate(self.task.model)
             evaluation = Evaluation(
                 step=step,
                 training_seconds=self.stopwatch.seconds,
-                heldout_loss=self.task.evaluate(self.task.model),
+                heldout_loss=self._losses[step],
             )
             self.totals.evaluations.append(evaluation)
             for observer in self._observers:

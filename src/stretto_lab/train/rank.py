@@ -78,6 +78,8 @@ class RankContext:
     """Lets as many seconds of that clock pass."""
     term: Term | None = None
     """Of a job that survives the loss of ranks."""
+    losses: dict[int, float] | None = None
+    """Held-out losses by update, where ranks share a process: all would compute the same of the same parameters."""
 
     @property
     def whole(self) -> Any:
@@ -225,6 +227,7 @@ def train_at(
             saves=saves,
             stopwatch=stopwatch,
             totals=totals,
+            losses={} if context.losses is None else context.losses,
         )
         for observer, incident in itertools.product(observers, start.incidents):
             observer.noticed(incident)

@@ -154,6 +154,7 @@ def simulate(simulation: SimulateConfig[TaskT], *, shows_progress: bool = False)
         loss_unit=loss_unit(run.task),
     )
     progress = Progress(header) if shows_progress else None
+    losses: dict[int, float] = {}
 
     def program(rank: int, group: VirtualGroup) -> Outcome:
         context = RankContext(
@@ -163,6 +164,7 @@ def simulate(simulation: SimulateConfig[TaskT], *, shows_progress: bool = False)
             group=group,
             now=lambda: group.now_ns / 1e9,
             epoch=0.0,
+            losses=losses,
         )
         return train_at(context, run, STEADY_AFTER, progress if rank == 0 else None)
 
