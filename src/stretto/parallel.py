@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Never, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from stretto.optimizer import SeveralSchedulers, as_one
 from stretto.records import Incident, Update
 from stretto.start import Parts, sharding_for, start
 from stretto.strategies import Strategy, ZeRO1, check_strategy
+
+_not_traced = torch._disable_dynamo  # type: ignore[attr-defined]
+"""Marks what a compiled step of the user's calls as it is: sending and waiting are not for a graph."""
 
 
 class DataParallel:
@@ -56,6 +59,7 @@ class DataParallel:
         ranks: Sequence[int] | None = None,
         mesh: DeviceMesh | None = None,
         options: Options | None = None,
+        **elsewhere: Never,
     ) -> None:
         """Wrap `model`; all ranks of the group must call, with equal settings.
 
@@ -83,6 +87,13 @@ class DataParallel:
         Raises:
             ConfigError: Something cannot work, or differs between ranks.
         """
+        if elsewhere:
+            name, value = next(iter(dict[str, Any](elsewhere).items()))
+            if name not in Options.__dataclass_fields__:
+                raise TypeError(f"DataParallel() got an unexpected keyword argument {name!r}")
+            raise ConfigError(
+                f"DataParallel({name}=...): it is an option; write options=stretto.Options({name}={value!r})"
+            )
         self.model = model
         self.optimizer: torch.optim.Optimizer = as_one(optimizer)
         """What was given; several as one, whose groups are theirs in order."""
@@ -165,6 +176,7 @@ class DataParallel:
         """
         return self.feeding.batches(loader, updates, until, on_update)
 
+    @_not_traced
     def backward(self, loss: Tensor, weight: float = 1.0, samples: int | None = None) -> Update | None:
         """Run one micro-batch's backward pass and count it.
 
@@ -215,6 +227,7 @@ class DataParallel:
                 loss = loss_function(batch)
             return self.backward(*weighed(loss, weight, samples))
 
+    @_not_traced
     def count_micro_batch(
         self, weight: float = 1.0, loss: Tensor | None = None, samples: int | None = None
     ) -> Update | None:
@@ -234,12 +247,14 @@ class DataParallel:
             self._compute.accumulation.collect()
             return self._count(weight, loss, samples)
 
+    @_not_traced
     def accumulate(self, loss: Tensor) -> None:
         """Run a backward pass for `end_micro_batch` to count; `loss` is multiplied by the micro-batch's weight."""
         with self._compute.lifetime.running():
             check_loss(loss, self._compute.where)
             self._compute.backward(loss, 1.0)
 
+    @_not_traced
     def end_micro_batch(self, weight: float, loss: Tensor | None, samples: int) -> Update | None:
         """Count what was accumulated; where nothing was, a gradient of zero. Else as `count_micro_batch`."""
         with self._compute.lifetime.running():

@@ -216,8 +216,8 @@ def test_a_clock_that_cannot_be_kept_is_refused(minimum: int, maximum: int) -> N
         ("exchange", "ring", "one of auto, native, direct"),
         ("nonfinite", "ignore", "one of raise, skip"),
         ("accumulate", "fp64", "one of fp32, parameter"),
-        ("clip_norm", 0.0, "a positive, finite norm, or None"),
-        ("clip_norm", float("nan"), "a positive, finite norm, or None"),
+        ("clip_norm", 0.0, "a positive norm, or None"),
+        ("clip_norm", float("nan"), "a positive norm, or None"),
         ("bucket_bytes", 0, "a positive number of bytes"),
         ("timeout_seconds", 0.0, "a positive, finite number of seconds"),
         ("timeout_seconds", float("inf"), "a positive, finite number of seconds"),
@@ -319,3 +319,12 @@ def test_a_refusal_leaves_model_and_optimizer_as_they_were() -> None:
     model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
     assert all(parameter.grad.dtype == torch.bfloat16 for parameter in model.parameters())
     optimizer.step()
+
+
+def test_an_option_that_is_given_to_the_job_itself_is_told_where_it_belongs() -> None:
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"write options=stretto.Options\(clip_norm=1.0\)"):
+        st.DataParallel(model, optimizer, clip_norm=1.0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'clipnorm'"):
+        st.DataParallel(model, optimizer, clipnorm=1.0)

@@ -1,5 +1,6 @@
 """What the page about optimizers shows runs, and its numbers are those of the layout."""
 
+import copy
 import math
 
 import torch
@@ -18,7 +19,7 @@ BUCKET = 2**20 // 4
 def test_the_job_of_the_page_trains_with_both_optimizers_and_both_schedules() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
-    (block,) = code_blocks(PAGE, MARKER)
+    block, _ = code_blocks(PAGE, MARKER)
     found = {"torch": torch, "DataParallel": DataParallel, "ACCO": ACCO, "model": model}
     exec(compile(block, PAGE.name, "exec"), found)
     with found["parallel"] as parallel:
@@ -34,6 +35,30 @@ def test_the_job_of_the_page_trains_with_both_optimizers_and_both_schedules() ->
         "0.bias": False,
         "2.bias": False,
     }
+
+
+def test_a_run_of_plain_pytorch_moves_in_as_the_page_says_to_the_bit() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    x = torch.randn(4, 5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    found = {"torch": torch, "copy": copy, "DataParallel": DataParallel, "model": copy.deepcopy(model)}
+    optimizer_of = torch.optim.AdamW(found["model"].parameters(), lr=3e-4)
+    optimizer_of.load_state_dict(optimizer.state_dict())
+    found |= {"optimizer": optimizer_of, "steps": 3}
+    exec(compile(code_blocks(PAGE, MARKER)[1], PAGE.name, "exec"), found)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        found["parallel"].backward(found["model"](x).square().mean())
+    found["parallel"].finish()
+    for one, other in zip(model.parameters(), found["model"].parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def sizes(*, hidden_only: bool) -> list[int]:

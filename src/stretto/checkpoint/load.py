@@ -1,17 +1,20 @@
 """Reads a checkpoint into a job, after checking that all of it fits and is undamaged."""
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from stretto import held
 from stretto.checkpoint import files as folder
 from stretto.checkpoint.background import wait
-from stretto.checkpoint.manifest import METADATA, Manifest
+from stretto.checkpoint.manifest import METADATA, Manifest, Model, models
 from stretto.checkpoint.pieces import LoadPlanner, Reader
 from stretto.checkpoint.ranks import Ranks, check_job
 from stretto.checkpoint.save import file_digest
@@ -19,6 +22,7 @@ from stretto.continuation import Loader, check_loader
 from stretto.engine.state import State
 from stretto.errors import CheckpointError, ConfigError, ForeignCheckpoint, TornCheckpoint
 from stretto.fields import check_callable, shown
+from stretto.flat import original_name
 from stretto.held import Held, Holding, check_whole
 from stretto.optimizer import name_of
 from stretto.packed import unpack
@@ -136,15 +140,16 @@ def load(
     else:
         reading = _Memory(parallel, ranks, source)
     saved = reading.saved
-    with parallel.job.compute.lifetime.running():
-        continuation = parallel.continuation()
-        state = continuation.blank(
-            reading.names,
-            saved.world_size,
-            same_strategy=saved.strategy == parallel.strategy.name,
-            same_layout=saved.layout == parallel.job.layout_digest,
-        )
-    reading.read(state)
+    with _grown(parallel.job.model.model, models(saved.entries) if isinstance(saved, Manifest) else {}):
+        with parallel.job.compute.lifetime.running():
+            continuation = parallel.continuation()
+            state = continuation.blank(
+                reading.names,
+                saved.world_size,
+                same_strategy=saved.strategy == parallel.strategy.name,
+                same_layout=saved.layout == parallel.job.layout_digest,
+            )
+        reading.read(state)
     positions = tuple(unpack(packed, "the loader's state") for packed in state.get("loader", {}).values())
     goes_on = loader is not None and bool(positions) and saved.world_size == parallel.world_size
     if loader is not None and goes_on:
@@ -158,6 +163,46 @@ def load(
         loader_states=positions,
         notes=tuple(_notes(parallel, saved, reading.names, state)),
     )
+
+
+@contextlib.contextmanager
+def _grown(model: nn.Module, saved: Model) -> Iterator[None]:
+    """Let modules with a loading rule of their own take the kinds of what is saved; back again if the block raises.
+
+    Quantisers and banks make buffers in their first forward pass, and load them into a fresh module as well.
+    """
+    before: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
+    try:
+        for path, module in model.named_modules():
+            if type(module)._load_from_state_dict is nn.Module._load_from_state_dict:
+                continue
+            prefix = original_name(f"{path}.") if path else ""
+            kinds = {
+                name: kind
+                for name, kind in saved.items()
+                if kind is not None and name.rpartition(".")[0] == prefix.removesuffix(".")
+            }
+            held = module._buffers
+            if all(
+                (found := held.get(name.removeprefix(prefix))) is not None and kind.is_of(found)
+                for name, kind in kinds.items()
+                if name.removeprefix(prefix) not in module._parameters
+            ):
+                continue
+            before.append((module, dict(held)))
+            values = {
+                **{name: torch.zeros(kind.shape, dtype=kind.dtype) for name, kind in kinds.items()},
+                **{
+                    prefix + name: one.detach() for name, one in module._parameters.items() if one is not None
+                },
+            }
+            module._load_from_state_dict(values, prefix, {}, False, [], [], [])
+        yield
+    except BaseException:
+        for module, held in before:
+            module._buffers.clear()
+            module._buffers.update(held)
+        raise
 
 
 class _Memory:

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 import xxhash
+from torch import Tensor
 
 from stretto.disk import read_whole
 from stretto.errors import ForeignCheckpoint, TornCheckpoint
@@ -90,6 +91,10 @@ class TensorKind:
         if not isinstance(found, torch.dtype):
             raise ValueError(f"{dtype!r} is no dtype")
         return cls(counts(shape), found)
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Return whether a tensor has this shape and dtype."""
+        return self.shape == tuple(tensor.shape) and self.dtype == tensor.dtype
 
     def __str__(self) -> str:
         return f"{self.dtype} of shape {self.shape}"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import fnmatch
-import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -132,10 +131,8 @@ class Options:
                 raise ConfigError(
                     f"Options({field}={name!r}): expected one of {', '.join(WIRES)}{did_you_mean(name, WIRES)}"
                 )
-        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
-            raise ConfigError(
-                f"Options(clip_norm={self.clip_norm}): expected a positive, finite norm, or None"
-            )
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(f"Options(clip_norm={self.clip_norm}): expected a positive norm, or None")
         if self.bucket_bytes is not None and self.bucket_bytes < 1:
             raise ConfigError(
                 f"Options(bucket_bytes={self.bucket_bytes}): expected a positive number of bytes, or None"

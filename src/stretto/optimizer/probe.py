@@ -86,7 +86,8 @@ def _check_kind(optimizer: torch.optim.Optimizer) -> None:
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state):
         raise UnsupportedOptimizer(
             "optimizer: expected one that has not stepped yet, found state that the library's private optimizer "
-            "would not have; make it anew and wrap it before training, or go on from a checkpoint"
+            "would not have; make it anew, wrap it before training, and load a checkpoint; the moments of a plain run "
+            "go to parallel.load_state_dict, as the page optimizers shows under Moving in"
         )
 
 
