@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import stretto as st
-from stretto.groups import SoloGroup, StagedGroup, private_group
+from benchmarks.staged import StagedGroup
+from stretto.groups import SoloGroup, private_group
 from stretto.groups.collective_group import CollectiveGroup, CompletedWork
 from stretto.groups.collectives import Call
 

@@ -8,7 +8,7 @@ that. Goodput is the time that the updates would take undisturbed, as a part of 
 The law beside it has three terms per loss: half of the updates between two states, the time in which nobody trains, and
 the time in which the ranks that are left share the micro-batches of all.
 
-    python experiments/goodput.py --out benchmarks/results/DATE-goodput
+    PYTHONPATH=. python experiments/goodput.py --out benchmarks/results/DATE-goodput
 """
 
 import argparse
@@ -25,7 +25,8 @@ from torch import nn
 import stretto as st
 from stretto.machine import describe_environment
 from stretto_lab.observe import replace_json
-from stretto_lab.virtual import Compute, Died, VirtualCluster, survive
+from stretto_lab.virtual import Compute, VirtualCluster
+from tests.survive.virtually import Died, survive
 
 SECOND = 10**9
 MICRO_BATCHES = 4

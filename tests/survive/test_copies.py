@@ -15,8 +15,9 @@ from stretto.survive.copies import Arrived, Copies
 from stretto.survive.generations import Memory
 from stretto.survive.keeping import SHARE
 from stretto.survive.shares import Generation
-from stretto_lab.virtual import Compute, Network, VirtualCluster, VirtualGroup, survive
-from tests.virtual.test_survival import STRATEGIES
+from stretto_lab.virtual import Compute, Network, VirtualCluster, VirtualGroup
+from tests.survive.test_virtually import STRATEGIES
+from tests.survive.virtually import survive
 
 WIDTH = 200
 LINK = Link.parse("100mbit")

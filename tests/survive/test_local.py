@@ -19,7 +19,7 @@ from stretto.errors import CheckpointError, ConfigError, OutOfTurn, TornCheckpoi
 from stretto.survive.shares import named
 from stretto_lab.virtual import VirtualCluster, VirtualGroup
 from tests.survive.lived import Built, batch_of, digest
-from tests.virtual.test_survival import STRATEGIES, TOTAL
+from tests.survive.test_virtually import STRATEGIES, TOTAL
 
 UPDATES = 20
 

@@ -25,11 +25,10 @@ from stretto.groups.private import private_group
 from stretto.groups.wrapped import WrappedGroup
 from stretto.survive.generations import Memory
 from stretto.survive.membership import Ended, Membership
-from stretto_lab.virtual import Compute, Died, VirtualCluster, survive
-from stretto_lab.virtual.survival import Survival, VirtualLeavable
+from stretto_lab.virtual import Compute, VirtualCluster
 from tests.draws import draws
 from tests.survive.lived import check_samples
-from tests.virtual.test_survival import (
+from tests.survive.test_virtually import (
     STEPPING_ALONE,
     STRATEGIES,
     Case,
@@ -40,6 +39,7 @@ from tests.virtual.test_survival import (
     terms_of,
     training,
 )
+from tests.survive.virtually import Died, Survival, VirtualLeavable, survive
 
 SECOND = 10**9
 SILENT_SECONDS = 6.0

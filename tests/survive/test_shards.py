@@ -15,10 +15,11 @@ import stretto as st
 from stretto.errors import ConfigError, OutOfTurn
 from stretto.survive import Term, survives
 from stretto_lab.train.workers import host_store
-from stretto_lab.virtual import VirtualCluster, survive
+from stretto_lab.virtual import VirtualCluster
 from tests.draws import part
 from tests.processes import run_ranks
 from tests.survive.lived import SAMPLES, Lived, Told, check_samples, check_terms, fresh, lives
+from tests.survive.virtually import survive
 
 SHARDS = 2
 AT_ONCE = 2

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from benchmarks.staged import StagedGroup
 from stretto.groups.collective_group import SoloGroup
-from stretto.groups.staged import StagedGroup
 from stretto.groups.throttled import register_throttled
 from stretto.link import Link
 from stretto_lab.virtual import NETWORKS, VirtualCluster

@@ -26,7 +26,6 @@ from stretto.groups.private import (
     release,
     retire,
 )
-from stretto.groups.staged import StagedGroup
 from stretto.groups.throttled import ThrottledGroup, ThrottledLeavable, register_throttled
 from stretto.groups.wrapped import may_wait_again, orders_streams
 from stretto.link import Link
@@ -38,7 +37,6 @@ __all__ = [
     "LeavableGroup",
     "Link",
     "SoloGroup",
-    "StagedGroup",
     "ThrottledGroup",
     "ThrottledLeavable",
     "announce_death",

@@ -5,13 +5,11 @@ from stretto_lab.virtual.group import VirtualGroup
 from stretto_lab.virtual.network import NETWORKS, Network, Outage, Uplink, parse_network
 from stretto_lab.virtual.runtime import Compute, parse_slowness
 from stretto_lab.virtual.store import VirtualStore
-from stretto_lab.virtual.survival import Died, survive
 from stretto_lab.virtual.trace import RankStatus, Span, Trace, Transfer
 
 __all__ = [
     "NETWORKS",
     "Compute",
-    "Died",
     "Network",
     "Outage",
     "RankStatus",
@@ -25,5 +23,4 @@ __all__ = [
     "VirtualStore",
     "parse_network",
     "parse_slowness",
-    "survive",
 ]

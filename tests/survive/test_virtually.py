@@ -14,8 +14,9 @@ import stretto as st
 from experiments.numbered import Numbered
 from stretto.errors import TornCheckpoint
 from stretto_lab.faults import Fault, FaultPlan, FaultyGroup, Injector, strike_memory
-from stretto_lab.virtual import Compute, Died, VirtualCluster, survive
+from stretto_lab.virtual import Compute, VirtualCluster
 from tests.survive.lived import Built, Told, batch_of, check_samples, check_terms, digest
+from tests.survive.virtually import Died, survive
 
 TOTAL = st.Total(11)
 """Micro-batches of all ranks together in an update: two or more for each of five, and no equal shares."""
