@@ -15,6 +15,7 @@ from stretto.errors import ConfigError
 from stretto.groups import Link
 from stretto.strategies import STRATEGIES
 from stretto_lab.cli import main
+from stretto_lab.cli.screens import print_plan
 from stretto_lab.evidence import EVIDENCE
 from stretto_lab.plan import Machine, PlanConfig, Ranking, price, rank_by_time
 from stretto_lab.plan.measure import measure
@@ -114,6 +115,22 @@ def test_packing_costs_a_rank_that_averages_now_and_then_only_then() -> None:
         slow = dataclasses.replace(free, exchange_seconds={**free.exchange_seconds, "int4": 0.5})
         found = seconds(f"{arm}:wire=int4", slow) - seconds(f"{arm}:wire=int4", free)
         assert found == pytest.approx(per_update * (0.5 - 0.03), rel=0.01)
+
+
+def test_packing_is_priced_for_the_ranks_of_a_plan() -> None:
+    packing = {2: {"rotated2": 0.05}, 64: {"rotated2": 0.25}}
+    machine = dataclasses.replace(MACHINE, packing_seconds=packing, link=Link())
+    many = machine.with_ranks(64, {})
+    assert many.exchange_seconds == pytest.approx({**machine.exchange_seconds, "rotated2": 0.26})
+    dearer = seconds("zero1:wire=rotated2", many) - seconds("zero1:wire=rotated2", machine)
+    assert dearer == pytest.approx(0.2 + machine.step_seconds * (1 / 64 - 1 / 2))
+
+
+def test_a_plan_says_where_a_core_is_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    for rate, is_core in ((1e6, False), (1e9, True)):
+        machine = dataclasses.replace(MACHINE, link=Link(bits_per_second=rate), cores=1.0)
+        print_plan([rank_by_time(machine, micro_batches=4, wire="rotated2")])
+        assert ("a core is the limit of exchanges on rotated2" in capsys.readouterr().out) == is_core, rate
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 64])

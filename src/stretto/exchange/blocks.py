@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 _SIDE_BY_SIDE = 8
+_LONG = 512
+"""Blocks of a row that cost more than its rotation."""
 
 
 def upper_half(scales: Tensor) -> Tensor:
@@ -24,3 +26,29 @@ def block_sums(blocks: Tensor) -> Tensor:
         first, second = sums.chunk(2)
         sums = first + second
     return sums.view(-1, 1)
+
+
+def rotations(uniform: Tensor, signs: Tensor, hadamard: Tensor) -> Tensor:
+    """Return R = Q D H for each row of `signs`, `(rows, 64, 64)`; exact, see `stretto.exchange.rotated`."""
+    turned = (uniform * signs.unsqueeze(1)).view(-1, len(hadamard))
+    return torch.mm(turned, hadamard, out=torch.empty_like(turned)).view(len(signs), *hadamard.shape)
+
+
+def turned_back(levels: Tensor, uniform: Tensor, signs: Tensor, hadamard: Tensor, out: Tensor) -> Tensor:
+    """Return Rᵀ q of rows of blocks in `out`: by R, where rows are long, or by one product with Q and one with H.
+
+    Args:
+        levels: q, `(n, 64)`; overwritten.
+        uniform: Q.
+        signs: The diagonals of D, by row.
+        hadamard: H.
+        out: As large as `levels`.
+    """
+    shape = len(signs), len(levels) // len(signs), len(hadamard)
+    # With `out` a user's autocast does not apply.
+    if shape[1] >= _LONG:
+        torch.bmm(levels.view(shape), rotations(uniform, signs, hadamard), out=out.view(shape))
+        return out
+    torch.mm(levels, uniform, out=out)
+    torch.mul(out.view(shape), signs.unsqueeze(1), out=levels.view(shape))
+    return torch.mm(levels, hadamard, out=out)

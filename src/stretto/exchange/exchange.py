@@ -20,7 +20,7 @@ from stretto.exchange.feedback import ErrorFeedback
 from stretto.exchange.padding import Padding
 from stretto.exchange.scratch import IN_FLIGHT, Scratch
 from stretto.exchange.transfer import Add, Change, Level, Place, Prepare, Started, Transfer, Transfers, Wait
-from stretto.exchange.wire import PackedWire, PlainWire, Wire, read_rows, write_rows
+from stretto.exchange.wire import PackedWire, PlainWire, Wire
 from stretto.flat import Layout
 from stretto.groups.collectives import method_of
 from stretto.records import Incident
@@ -223,7 +223,7 @@ class Exchange:
         numel, ranks, is_plain = parts.numel(), len(level.ranks), isinstance(sent, PlainWire)
         if not isinstance(sent, PlainWire):
             outgoing = self.scratch("outgoing", index, sent.num_bytes(numel), torch.uint8, parts.device)
-            write_rows(sent.drawn("sums", self.round_index, self.rank), parts.view(ranks, -1), outgoing)
+            sent.drawn("sums", self.round_index, *[self.rank] * ranks).write(parts.view(-1), outgoing)
         elif parts.dtype == sent.dtype and parts.is_contiguous():
             outgoing = parts if parts.dim() == 1 else parts.view(-1)
         else:
@@ -234,7 +234,7 @@ class Exchange:
             received = self.scratch("received", index, outgoing.numel(), outgoing.dtype, outgoing.device)
         yield self.send(level, received, outgoing), f"reduction of bucket {index}{level.where}"
         if not is_plain:
-            received = read_rows(sent, received, "sums", self.round_index, level.ranks)
+            received = sent.drawn("sums", self.round_index, *level.ranks).read(received)
         self.add_up(received.chunk(ranks) if is_plain and ranks <= _MANY else received.view(ranks, -1), total)
 
     def sum_bucket(self, index: int, own: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
@@ -283,8 +283,8 @@ class Exchange:
             own = whole.view(self.world_size, -1)[self.rank]
             wire.drawn("changes", self.round_index, self.rank).write(change(index), own)
             yield from self.gather(whole, index, whole.dtype, f"gather of bucket {index}")
-            changes = read_rows(wire, whole, "changes", self.round_index, self.everyone.ranks)
-            add(index, self.padding.clear(index, changes.view(-1)) if wire.is_unbiased else changes.view(-1))
+            changes = wire.drawn("changes", self.round_index, *self.everyone.ranks).read(whole)
+            add(index, self.padding.clear(index, changes) if wire.is_unbiased else changes)
 
         self.perform([partial(transfer, index) for index in range(len(self.layout.buckets))])
 

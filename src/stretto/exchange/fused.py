@@ -1,15 +1,16 @@
-"""Formats that have kernels of their own for NVIDIA GPUs, beside torch's operations, which define them.
+"""Formats that have kernels of their own, beside torch's operations, which define them.
 
-Kernels are written in Triton, which comes with PyTorch for CUDA. It is imported when a tensor on such a device is
-packed for the first time. Everywhere else, and where it cannot be used, torch's operations pack.
+Those for NVIDIA GPUs are in Triton, which comes with PyTorch for CUDA, and those for processors in C. They are
+imported when a tensor on such a device is packed for the first time. Where they cannot be used, torch's operations do.
 """
 
 import functools
 import importlib
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,15 +27,19 @@ class FusedWire(PackedWire):
     block = 64
     arguments: tuple[Any, ...] = ()
     """Those with which another one is made that packs alike."""
+    modules: ClassVar[Mapping[str, str]] = MappingProxyType({"cuda": "stretto.exchange.kernels"})
+    """Where its kernels are, by the type of device."""
 
     def kernels(self, tensor: Tensor) -> "Kernels | None":
-        """Return the kernels for a CUDA tensor; None where torch's operations pack it."""
-        module = _usable(type(self), self.arguments, tensor.device) if tensor.is_contiguous() else None
+        """Return the kernels for a tensor; None where torch's operations pack it."""
+        if tensor.device.type not in self.modules or not tensor.is_contiguous():
+            return None
+        module = _usable(type(self), self.arguments, tensor.device)
         return None if module is None else Kernels(self, module)
 
     @abstractmethod
     def launch_pack(self, kernels: Any, values: Tensor, content: Tensor) -> None:
-        """Do what `write` does, by `stretto.exchange.kernels`; all tensors are contiguous."""
+        """Do what `write` does, by a module of kernels; all tensors are contiguous."""
 
     @abstractmethod
     def launch_unpack(self, kernels: Any, content: Tensor) -> Tensor:
@@ -50,7 +55,7 @@ class Kernels:
 
     Args:
         wire: The format.
-        module: `stretto.exchange.kernels`.
+        module: With its kernels.
     """
 
     def __init__(self, wire: FusedWire, module: Any) -> None:
@@ -70,13 +75,13 @@ class Kernels:
 
 
 @functools.cache
-def _usable(kind: Callable[..., FusedWire], arguments: tuple[Any, ...], device: torch.device) -> Any:
-    """Return the module of kernels if there is Triton, and if those of a format have the right bits on this device."""
+def _usable(kind: type[FusedWire], arguments: tuple[Any, ...], device: torch.device) -> Any:
+    """Return the module of kernels if there is a compiler, and if those of a format have the right bits here."""
     try:
-        kernels = importlib.import_module("stretto.exchange.kernels")
+        kernels = importlib.import_module(kind.modules[device.type])
     except ImportError:
         return None
-    wire = kind(*arguments)
+    wire = kind(*arguments).drawn("sums", 0, 0, 1)
     try:
         if has_right_bits(wire, kernels, device):
             return kernels

@@ -18,6 +18,8 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
+from stretto.exchange.blocks import turned_back
+
 _BLOCKS = tl.constexpr(32)
 """Of one program."""
 _BLOCK = tl.constexpr(64)
@@ -176,73 +178,108 @@ def _sums(blocks):
 # Of levels, before and after a product with a rotation
 
 
-def shrink(values: Tensor, small: Tensor, largest: Tensor, norms: Tensor) -> None:
-    """Divide each block by its largest value; write these quotients, `(n, 64)`, the largest values, and norms."""
-    with torch.cuda.device_of(values):
-        _shrink[_programs(len(small))](values, small, largest, norms, len(small), **_EXACT)
-
-
-def pack_levels(
-    turned: Tensor,
-    largest: Tensor,
-    norms: Tensor,
+def pack_rotated(
+    values: Tensor,
     content: Tensor,
+    drawn: tuple[Tensor, Tensor, int],
     levels: Tensor,
-    bits: int,
-    steps: dict[str, Any],
+    rows: int,
+    numbers: Any,
 ) -> None:
-    """Round what `shrink` has written and a rotation has turned to levels, and pack these with a scale.
+    """Pack rows of values as a rotated format does; see `stretto.exchange.rotated`.
 
     Args:
-        turned: `(n, 64)`.
-        largest: Of `shrink`, `(n,)`.
-        norms: Likewise.
+        values: `(numel,)`, contiguous.
         content: Bytes, overwritten.
+        drawn: Rᵀ, what is added to steps of each value of a block, and what is added to the first scale of a row.
         levels: The level of each cell, whose last bits are packed.
-        bits: How many of these.
-        steps: How scales are rounded, and how many cells are as wide as a norm.
+        rows: Equally long ones, each packed as if it were alone.
+        numbers: The format.
     """
-    with torch.cuda.device_of(turned):
-        _pack_levels[_programs(len(turned))](
-            turned, largest, norms, content, levels, len(turned), steps["first"],
-            step=steps["step"], cells_of_norm=steps["cells_of_norm"], cells=len(levels), bits=bits, **_EXACT,
-        )  # fmt: skip
+    turn, offsets, first = drawn
+    steps = torch.empty(values.numel() // 64, 64, dtype=torch.float32, device=values.device)
+    largest, norms, widths = torch.empty(3, len(steps), dtype=torch.float32, device=values.device)
+    shrink(values, steps, largest, norms, widths, offsets, numbers["steps"])
+    turned, count = torch.mm(steps, turn, out=torch.empty_like(steps)), len(steps)
+    constants = {
+        "cells": len(levels),
+        **{name: number for name, number in numbers.items() if name != "steps"},
+    }
+    with torch.cuda.device_of(values):
+        _pack_levels[_programs(count)](
+            turned,
+            largest,
+            norms,
+            widths,
+            content,
+            levels,
+            count,
+            first,
+            max(1, count // rows),
+            **constants,
+            **_EXACT,
+        )
 
 
-def unpack_levels(content: Tensor, blocks: Tensor, levels: Tensor, bits: int) -> None:
-    """Write the levels that bytes tell of, `(n, 64)`."""
+def unpack_rotated(
+    content: Tensor, values: Tensor, drawn: tuple[Tensor, Tensor, Tensor], levels: Tensor, numbers: Any
+) -> None:
+    """Unpack bytes into rows of values, `(n, 64)`.
+
+    Args:
+        content: Bytes.
+        values: Overwritten.
+        drawn: Q, D of each row, and H.
+        levels: In rising order.
+        numbers: The format.
+    """
+    rounded, count, bits = torch.empty_like(values), len(values), numbers["bits"]
     with torch.cuda.device_of(content):
-        _unpack_levels[_programs(len(blocks))](content, blocks, levels, len(blocks), bits=bits, **_EXACT)
+        _unpack_levels[_programs(count)](content, rounded, levels, count, bits=bits, **_EXACT)
+        turned_back(rounded, *drawn, out=values)
+        _scale[_programs(count)](values, content, count, bits=bits, **_EXACT)
 
 
-def scale(blocks: Tensor, content: Tensor, bits: int) -> None:
-    """Multiply blocks by the scales in bytes."""
-    with torch.cuda.device_of(content):
-        _scale[_programs(len(blocks))](blocks, content, len(blocks), bits=bits, **_EXACT)
+def shrink(
+    values: Tensor, steps: Tensor, largest: Tensor, norms: Tensor, widths: Tensor, offsets: Tensor, most: int
+) -> None:
+    """Write each block in steps, of which its norm has `most`, `(n, 64)`; its largest value, norm and width."""
+    with torch.cuda.device_of(values):
+        _shrink[_programs(len(steps))](
+            values, steps, largest, norms, widths, offsets, len(steps), most, **_EXACT
+        )
 
 
 @triton.jit(do_not_specialize=["count"])
-def _shrink(values, small, largest, norms, count):
+def _shrink(values, steps, largest, norms, widths, offsets, count, most: tl.constexpr):
     rows, places, inside = _places(count)
     blocks = tl.load(values + places, mask=inside[:, None], other=0.0).to(tl.float32)
     top = tl.max(blocks.to(tl.int32, bitcast=True) & _SIZE, axis=1)
     top = tl.where(top < 1, 1, top).to(tl.float32, bitcast=True)  # the smallest number, where all are zero
     parts = tl.div_rn(blocks, top[:, None])
-    tl.store(small + places, parts, mask=inside[:, None])
+    root = tl.sqrt_rn(_sums(parts * parts))
+    width = tl.div_rn(tl.full((_BLOCKS,), 1.0, tl.float32), tl.where(root < 1.0, 1.0, root)) * most
+    parts = parts * width[:, None] + tl.load(offsets + tl.arange(0, _BLOCK))[None, :]
+    whole = parts.to(tl.int32).to(tl.float32)  # rounded down by hand: `tl.floor` flushes to zero
+    parts = tl.where(parts == parts, tl.where(whole > parts, whole - 1.0, whole), parts)
+    tl.store(steps + places, parts, mask=inside[:, None])
     tl.store(largest + rows, top, mask=inside)
+    tl.store(widths + rows, width, mask=inside)
     tl.store(norms + rows, tl.sqrt_rn(_sums(parts * parts)), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count", "first"])
+@triton.jit(do_not_specialize=["count", "first", "row_blocks"])
 def _pack_levels(
     turned,
     largest,
     norms,
+    widths,
     packed,
     levels,
     count,
     first,
-    step: tl.constexpr,
+    row_blocks,
+    golden: tl.constexpr,
     cells_of_norm: tl.constexpr,
     cells: tl.constexpr,
     bits: tl.constexpr,
@@ -254,13 +291,17 @@ def _pack_levels(
     blocks = tl.load(turned + places, mask=inside[:, None], other=0.0) * by[:, None]
     cell = tl.where(blocks == blocks, blocks, 0.0).to(tl.int32) & (cells - 1)
     level = tl.load(levels + cell)
+    codes = level.to(tl.int32, bitcast=True) & ((1 << bits) - 1)
+    level = (level.to(tl.int32, bitcast=True) & -(1 << bits)).to(tl.float32, bitcast=True)
     along = _sums(level * blocks)
     along = tl.where(along < 1.0, 1.0, along)
-    scales = tl.div_rn(norm * cells_of_norm, along) * tl.load(largest + rows, mask=inside, other=0.0)
+    width = tl.load(widths + rows, mask=inside, other=1.0)
+    scales = tl.div_rn(tl.div_rn(norm * cells_of_norm, along), width) * tl.load(
+        largest + rows, mask=inside, other=0.0
+    )
     limited = tl.where(scales > _LARGEST_BF16, _LARGEST_BF16, scales).to(tl.int32, bitcast=True)
-    added = (rows.to(tl.int32) * step + first) & 0xFFFF
+    added = ((rows % row_blocks).to(tl.int32) * golden + first) & 0xFFFF
     halves = tl.where(scales == scales, limited + added, _NOT_A_NUMBER) >> 16
-    codes = level.to(tl.int32, bitcast=True) & ((1 << bits) - 1)
     row = packed + rows * (8 * bits + 2)
     _store_bits(row, codes, inside, 0, 2 if bits == 3 else bits)
     if bits == 3:
@@ -306,4 +347,5 @@ def _scale(blocks, packed, count, bits: tl.constexpr):
     scales = (((upper << 8) | lower) << 16).to(tl.float32, bitcast=True)
     scaled = tl.load(blocks + places, mask=inside[:, None], other=0.0) * scales[:, None]
     scaled = tl.where(scaled > _LARGEST, _LARGEST, scaled)
-    tl.store(blocks + places, tl.where(scaled < -_LARGEST, -_LARGEST, scaled), mask=inside[:, None])
+    scaled = tl.where(scaled < -_LARGEST, -_LARGEST, scaled) + 0.0  # which turns negative zeros
+    tl.store(blocks + places, scaled, mask=inside[:, None])

@@ -23,9 +23,17 @@ Note [Rotations]
     with H the Hadamard matrix, D random signs, drawn by rank and round, and Q uniform, drawn by round. A product with
     any rotation is uniform too. D lets errors of ranks differ that send the same. Every rank knows what others have
     drawn: a draw is a function of round and rank (`stretto.randomness`), and a checkpoint holds the number of rounds.
+    So one product with Q and one with H, with signs between them, turn back what all ranks have sent.
+
+Note [Exact products]
+    The values of a block are rounded to 4000ths of its norm, up or down at random, so that they are right on average;
+    Q to 512ths, and levels to 256ths. Then products are sums of integers, below 2^24 units: with n the square root of
+    64, |R x| < 1.008 · (4000 + n) · 4096, and |H D Qᵀ q| < 1.02 · 1.51 n · 2^20. Float32 adds them without an error, in
+    any order. So bits do not depend on the library or the device that multiplies, nor on how many rows are packed
+    together. Errors of Q are symmetric, and bias an estimate by about 10^-9 of itself.
 
 Note [Ends of float32]
-    A block is divided by its root mean square, taken in float64, before anything else. A scale travels in 16 bits, with
+    A block is divided by its largest value before anything else. A scale travels in 16 bits, with
     the exponents of float32, rounded up or down at random: so it is right on average too, below the smallest normal
     number as well. Values that an estimate would carry beyond the largest number end there.
 
@@ -37,20 +45,25 @@ import functools
 import itertools
 import math
 import statistics
+from types import MappingProxyType
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.exchange.blocks import block_sums, upper_half
+from stretto.exchange.blocks import block_sums, rotations, turned_back, upper_half
 from stretto.exchange.fused import FusedWire
 from stretto.randomness import draw
 
 _BLOCK = 64
 _CELLS = 1024
 """Parts from -8 σ to 8 σ, each with a level. No value lies outside, because σ² is the mean of 64 squares."""
-_CELLS_OF_DEVIATION = 63.9
+_CELLS_OF_DEVIATION = 63.4
 """How many are as wide as σ together; the one around zero is twice as wide as the others."""
+_STEPS = 4000
+"""In the norm of a block; see Note [Exact products]."""
+_STEPS_OF_ROTATION, _STEPS_OF_LEVEL = 512, 256
 _RUNS = {1: ((0, 1),), 2: ((0, 2),), 3: ((0, 2), (2, 1)), 4: ((0, 4),)}
 """By the bits of a number: where in it runs of bits begin that fill bytes evenly, and how long they are."""
 _CELLS_OF_NORM = math.sqrt(_BLOCK) * _CELLS_OF_DEVIATION
@@ -66,26 +79,28 @@ class Rotated(FusedWire):
         bits: Of a value, 1 to 4.
         stream: What is sent; this and the rest say which rotation.
         round_index: In which round.
-        rank: By whom.
-
-    Note [Products]
-        Kernels do what comes before the product with the rotation, and what comes after it. The product is always
-        torch's, whose additions have an order of their own on every device. So bytes have the same bits wherever the
-        product does, and what arrives is the same on devices of one kind.
+        ranks: By whom, for each of as many rows of equal length. Who packs has written all of them.
     """
 
     is_unbiased = True
+    modules = MappingProxyType({**FusedWire.modules, "cpu": "stretto.exchange.compiled"})
 
-    def __init__(self, bits: int, stream: str = "sums", round_index: int = 0, rank: int = 0) -> None:
+    def __init__(
+        self, bits: int, stream: str = "sums", round_index: int = 0, ranks: tuple[int, ...] = (0,)
+    ) -> None:
         self.name = f"rotated{bits}"
         self.block_bytes = 8 * bits + 2
         self._bits = bits
         self.arguments = (bits,)
-        self._drawn = stream, round_index, rank
+        self._drawn, self._ranks = (stream, round_index), ranks
+        self._numbers = {
+            "bits": bits, "steps": _STEPS, "golden": _GOLDEN,
+            "cells_of_norm": _CELLS_OF_NORM,
+        }  # fmt: skip
 
-    def drawn(self, stream: str, round_index: int, rank: int) -> Self:
-        """Return the same format with another rotation."""
-        return type(self)(self._bits, stream, round_index, rank)
+    def drawn(self, stream: str, round_index: int, *ranks: int) -> Self:
+        """Return the same format with other rotations."""
+        return type(self)(self._bits, stream, round_index, ranks)
 
     def pack(self, blocks: Tensor, packed: Tensor) -> None:
         """Rotate blocks, and round them to levels.
@@ -93,99 +108,139 @@ class Rotated(FusedWire):
         Note [Memory]
             Three tensors of the size of `blocks` serve for all steps: fresh memory costs more than the arithmetic.
         """
+        turn, offsets, step = self._own(blocks.device)
         first, turned, numbers = blocks.abs(), torch.empty_like(blocks), torch.empty_like(blocks)
         largest = first.amax(-1, keepdim=True).clamp_min_(2.0**-149)
         small = torch.div(blocks, largest, out=first)
-        squares = block_sums(torch.mul(small, small, out=turned))
+        roots = block_sums(torch.mul(small, small, out=turned)).double().sqrt_().float()  # see below
+        widths = roots.clamp_min_(1).reciprocal_().mul_(_STEPS)  # below 1 is a block of zeros
+        steps = small.mul_(widths).add_(offsets).floor_()
+        squares = torch.mul(steps, steps, out=turned).sum(-1, keepdim=True)
         norms = squares.double().sqrt_().float()  # in float32 a root may be off by its last bit
-        # With `out` a user's autocast does not apply.
-        torch.mm(small, _rotation(*self._drawn, blocks.device).mT, out=turned)
-        turned.mul_(norms.clamp_min(1).reciprocal_().mul_(_CELLS_OF_NORM))  # below 1 is a block of zeros
+        torch.mm(steps, turn, out=turned)  # with `out` a user's autocast does not apply
+        turned.mul_(norms.clamp_min(1).reciprocal_().mul_(_CELLS_OF_NORM))
         cells = first.view(torch.int32).copy_(turned).bitwise_and_(_CELLS - 1)  # also what is not a number
-        levels = _levels_of_cells(self._bits, blocks.device)
-        torch.index_select(levels, 0, cells.view(-1), out=numbers.view(-1))
-        codes = numbers.view(torch.int32).to(torch.int8).bitwise_and_(2**self._bits - 1)
+        torch.index_select(
+            _levels_of_cells(self._bits, blocks.device), 0, cells.view(-1), out=numbers.view(-1)
+        )
+        words = numbers.view(torch.int32)
+        codes = words.to(torch.int8).bitwise_and_(2**self._bits - 1)
         packed.view(torch.int16)[:, :-1] = _joined(codes, self._bits)
+        words.bitwise_and_(-(2**self._bits))
         along = block_sums(numbers.mul_(turned)).clamp_min_(1)
-        scales = norms.mul_(_CELLS_OF_NORM).div_(along).mul_(largest)
-        packed[:, -2:].view(torch.int16).copy_(upper_half(_rounded(scales, _first_step(*self._drawn))))
+        scales = norms.mul_(_CELLS_OF_NORM).div_(along).div_(widths).mul_(largest)
+        count = len(blocks) // len(self._ranks)
+        packed[:, -2:].view(torch.int16).copy_(upper_half(_rounded(scales, step, count)))
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Return levels times their scale, turned back."""
         codes = _apart(packed[:, :-2], self._bits).to(torch.int32)
         levels = _levels(self._bits, packed.device).index_select(0, codes.view(-1)).view_as(codes)
-        blocks = codes.view(torch.float32)  # see Note [Memory]
-        torch.mm(levels, _rotation(*self._drawn, packed.device), out=blocks)
+        drawn = self._of_all(packed.device)
+        blocks = turned_back(levels, *drawn, out=codes.view(torch.float32))  # see Note [Memory]
         most = torch.finfo(torch.float32).max
-        return blocks.mul_(packed[:, -2:].view(torch.bfloat16).to(torch.float32)).clamp_(-most, most)
+        blocks.mul_(packed[:, -2:].view(torch.bfloat16).to(torch.float32))
+        return blocks.clamp_(-most, most).add_(0.0)  # which turns negative zeros: products have either
 
     def launch_pack(self, kernels: Any, values: Tensor, content: Tensor) -> None:
         """Pack values into bytes."""
-        small = torch.empty(values.numel() // _BLOCK, _BLOCK, dtype=torch.float32, device=values.device)
-        largest, norms = torch.empty(2, len(small), dtype=torch.float32, device=values.device)
-        kernels.shrink(values, small, largest, norms)
-        turned = torch.empty_like(small)
-        torch.mm(small, _rotation(*self._drawn, values.device).mT, out=turned)
-        levels, first = _levels_of_cells(self._bits, values.device), _first_step(*self._drawn)
-        steps = {"first": first, "step": _GOLDEN, "cells_of_norm": _CELLS_OF_NORM}
-        kernels.pack_levels(turned, largest, norms, content, levels, self._bits, steps)
+        levels = _levels_of_cells(self._bits, values.device)
+        drawn = self._own(values.device)
+        kernels.pack_rotated(values, content, drawn, levels, len(self._ranks), self._numbers)
 
     def launch_unpack(self, kernels: Any, content: Tensor) -> Tensor:
         """Return the values that were packed into `content`."""
         count = content.numel() // self.block_bytes
-        levels = torch.empty(count, _BLOCK, dtype=torch.float32, device=content.device)
-        kernels.unpack_levels(content, levels, _levels(self._bits, content.device), self._bits)
-        blocks = torch.empty_like(levels)
-        torch.mm(levels, _rotation(*self._drawn, content.device), out=blocks)
-        kernels.scale(blocks, content, self._bits)
-        return blocks.view(-1)
+        values = torch.empty(count, _BLOCK, dtype=torch.float32, device=content.device)
+        levels = _levels(self._bits, content.device)
+        kernels.unpack_rotated(content, values, self._of_all(content.device), levels, self._numbers)
+        return values.view(-1)
+
+    def _own(self, device: torch.device) -> tuple[Tensor, Tensor, int]:
+        """Return what a sender draws: Rᵀ, what is added to steps before they are cut off, and the same of a scale."""
+        rank = self._ranks[0]
+        return *_rotation(*self._drawn, rank, device), _draw("scales", *self._drawn, rank) % 2**16
+
+    def _of_all(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Return Q, D of each row, and H."""
+        signs = _signs(*self._drawn, self._ranks, device)
+        return _uniform(*self._drawn, device), signs, _hadamard(device)
 
 
-def _first_step(stream: str, round_index: int, rank: int) -> int:
-    """Return what is added to the scale of the first block before it is cut off."""
-    return draw(_SEED, f"scales of {stream} from rank {rank}", round_index) % 2**16
+def _rounded(scales: Tensor, first: int, count: int) -> Tensor:
+    """Return scales rounded to bf16, which is right on average; infinite ones become the largest one.
 
-
-def _rounded(scales: Tensor, first: int) -> Tensor:
-    """Return scales rounded to bf16, which is right on average; infinite ones become the largest one."""
-    added = torch.arange(len(scales), dtype=torch.int32, device=scales.device)
+    Args:
+        scales: `(n, 1)`, those of rows of `count` blocks.
+        first: What is added to the first of a row before it is cut off.
+        count: Each row is rounded as if it were alone.
+    """
+    added = torch.arange(count, dtype=torch.int32, device=scales.device)
     added.mul_(_GOLDEN).add_(first).bitwise_and_(2**16 - 1)
-    limited = scales.clamp_max(torch.finfo(torch.bfloat16).max)
-    rounded = (limited.view(torch.int32) + added.unsqueeze(-1)).bitwise_and_(-(2**16)).view(torch.float32)
+    limited = scales.clamp_max(torch.finfo(torch.bfloat16).max).view(torch.int32)
+    rows = len(scales) // count if count else 0
+    rounded = (limited.view(rows, count) + added).bitwise_and_(-(2**16)).view(torch.float32).view(-1, 1)
     return rounded.masked_fill_(scales.isnan(), math.nan)
 
 
 # Drawn by all ranks alike; kept for the buckets of a round
 
 
-@functools.lru_cache(maxsize=256)
-def _rotation(stream: str, round_index: int, rank: int, device: torch.device) -> Tensor:
-    """Return R, as Note [Rotations] has it, `(64, 64)`."""
-    bits = draw(_SEED, f"signs of {stream} from rank {rank}", round_index)
-    signs = [1 - 2 * (bits >> index & 1) for index in range(_BLOCK)]
-    rotation: Tensor = _uniform(stream, round_index) * torch.tensor(signs, device="cpu") @ _hadamard()
-    return rotation.to(device, torch.float32)
+def _draw(what: str, stream: str, round_index: int, rank: int) -> int:
+    return draw(_SEED, f"{what} of {stream} from rank {rank}", round_index)
 
 
-@functools.lru_cache(maxsize=4)
-def _uniform(stream: str, round_index: int) -> Tensor:
-    """Return Q, `(64, 64)`, in float64.
+@functools.lru_cache(maxsize=64)
+def _rotation(stream: str, round_index: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return Rᵀ, `(64, 64)`, and what is added to the steps of each value of a block, `(64,)`: from 0 to 1."""
+    signs = _signs(stream, round_index, (rank,), device)
+    (rotation,) = rotations(_uniform(stream, round_index, device), signs, _hadamard(device))
+    offsets = (np.arange(_BLOCK) * _GOLDEN + _draw("values", stream, round_index, rank) % 2**16) % 2**16
+    return rotation.t().contiguous(), _moved((offsets + 0.5) / 2**16, device)
+
+
+def _signs(stream: str, round_index: int, ranks: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the diagonals of D, `(len(ranks), 64)`."""
+    highest, count = max(ranks), len(ranks)
+    whole = _signs_of_round(stream, round_index, max(6, highest.bit_length()), device)
+    if count == 1 or ranks == tuple(range(count)):
+        return whole[highest + 1 - count : highest + 1]
+    return whole[list(ranks)]
+
+
+@functools.lru_cache(maxsize=8)
+def _signs_of_round(stream: str, round_index: int, bits: int, device: torch.device) -> Tensor:
+    """Return the signs of the first 2^bits ranks: all draw from one sequence."""
+    words = np.random.Philox(key=draw(_SEED, f"signs of {stream}", round_index)).random_raw(2**bits)
+    found = np.unpackbits(words.astype("<u8").view(np.uint8).reshape(-1, 8), axis=1)
+    return _moved(1.0 - 2.0 * found, device)
+
+
+@functools.lru_cache(maxsize=8)
+def _uniform(stream: str, round_index: int, device: torch.device) -> Tensor:
+    """Return Q, `(64, 64)`, rounded; see Note [Exact products].
 
     Source: Mezzadri, "How to Generate Random Matrices from the Classical Compact Groups" (2007), section 5.
     """
     generator = torch.Generator().manual_seed(draw(_SEED, f"rotation of {stream}", round_index) >> 1)
     normal = torch.randn(_BLOCK, _BLOCK, generator=generator, dtype=torch.float64, device="cpu")
     orthogonal, upper = torch.linalg.qr(normal)
-    uniform: Tensor = orthogonal * upper.diagonal().sign()
-    return uniform
+    uniform = orthogonal * upper.diagonal().sign()
+    return _moved(uniform.mul_(_STEPS_OF_ROTATION).round_().div_(_STEPS_OF_ROTATION).numpy(), device)
 
 
 @functools.cache
-def _hadamard() -> Tensor:
-    """Return H, `(64, 64)`, in float64."""
+def _hadamard(device: torch.device) -> Tensor:
+    """Return H, `(64, 64)`."""
     smallest = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64, device="cpu")
     whole: Tensor = functools.reduce(torch.kron, [smallest] * 6)
-    return whole / math.sqrt(_BLOCK)
+    return _moved((whole / math.sqrt(_BLOCK)).numpy(), device)
+
+
+def _moved(values: Any, device: torch.device) -> Tensor:
+    """Return an array as float32 on a device; to a GPU it is copied while the host goes on."""
+    found = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
 
 # Levels
@@ -193,22 +248,21 @@ def _hadamard() -> Tensor:
 
 @functools.cache
 def _levels(bits: int, device: torch.device) -> Tensor:
-    """Return the levels in rising order, float32. Their last bits say which one each is."""
-    whole = torch.tensor(normal_levels(bits), dtype=torch.float32, device=device).view(torch.int32)
-    codes = torch.arange(2**bits, dtype=torch.int32, device=device)
-    return whole.bitwise_and_(-(2**bits)).bitwise_or_(codes).view(torch.float32)
+    """Return the levels in rising order, float32, rounded; see Note [Exact products]."""
+    levels = torch.tensor(normal_levels(bits), dtype=torch.float32, device=device)
+    return levels.mul_(_STEPS_OF_LEVEL).round_().div_(_STEPS_OF_LEVEL)
 
 
 @functools.cache
 def _levels_of_cells(bits: int, device: torch.device) -> Tensor:
-    """Return for each cell the level that is nearest to its middle."""
+    """Return for each cell the level that is nearest to its middle, whose last bits say which one it is."""
     ends = torch.arange(_CELLS, dtype=torch.float32, device=device)
     ends[_CELLS // 2 :] -= _CELLS  # the last bits of negative integers
     # The end of a cell is the one that is nearer to zero.
     middles = (ends + ends.sign() / 2) / _CELLS_OF_DEVIATION
     levels = _levels(bits, device)
     nearest = (middles.unsqueeze(-1) - levels).abs().argmin(-1)
-    return levels[nearest]
+    return (levels[nearest].view(torch.int32) | nearest.to(torch.int32)).view(torch.float32)
 
 
 def normal_levels(bits: int) -> list[float]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stretto.checksums import Digests, Seeds, digests_of_rows, is_on_host
 from stretto.exchange.sums import Terms
-from stretto.exchange.wire import PlainWire, Wire, read_rows, write_rows
+from stretto.exchange.wire import PlainWire, Wire
 
 SEAL_BYTES = 8
 """A 64-bit digest; keeps the rows behind it aligned for any dtype."""
@@ -72,7 +72,7 @@ class Rows:
             (self.values if parts.dim() <= 2 else self.values.view(parts.shape)).copy_(parts)
         else:
             packed = self.content.new_empty(self.content.shape)
-            write_rows(wire, parts.reshape(self.count, -1), packed.view(-1))
+            wire.write(parts.reshape(-1), packed.view(-1))
             self.content.copy_(packed)
         digests = self._digests(seeds)
         if isinstance(digests, Tensor):
@@ -91,10 +91,11 @@ class Rows:
         return self._numbers.tolist(), digests
 
     def read(self, stream: str, round_index: int, senders: Sequence[int]) -> Terms:
-        """Return the values as `read_rows` does; views where the format is plain."""
-        return self._terms or Terms(
-            read_rows(self.wire, self.content.reshape(-1), stream, round_index, senders)
-        )
+        """Return the values that ranks have written, `(count, numel)`; views where the format is plain."""
+        if self._terms:
+            return self._terms
+        values = self.wire.drawn(stream, round_index, *senders).read(self.content.reshape(-1))
+        return Terms(values.view(self.count, -1))
 
     def _digests(self, seeds: Seeds) -> Digests:
         if not self._on_host:

@@ -28,7 +28,7 @@ from stretto.exchange.scratch import IN_FLIGHT
 from stretto.exchange.sums import Terms, is_plausible_sum, sampled
 from stretto.exchange.transfer import Add, Change, Level, Place, Transfer, Transfers, filled
 from stretto.exchange.two_level import TwoLevelExchange
-from stretto.exchange.wire import PackedWire, PlainWire, Wire, read_rows
+from stretto.exchange.wire import PackedWire, PlainWire, Wire
 from stretto.records import Incident
 
 REPEATS = 3
@@ -115,7 +115,7 @@ class VerifiedExchange(Exchange):
         own, first = ranks.index(self.rank), self._seed(level, index)
         kind = count, total.numel(), sent
         outgoing = self._rows("outgoing", index, kind, total.device)
-        drawn = sent.drawn("sums", self.round_index, self.rank)
+        drawn = sent.drawn("sums", self.round_index, *[self.rank] * count)
         by_rank = parts.view(count, -1) if parts.dim() == 1 < count else parts
         outgoing.seal(by_rank, drawn, seeds_to_receivers(first, own))
         received = self._rows("received", index, kind, total.device)
@@ -158,8 +158,8 @@ class VerifiedExchange(Exchange):
             ]
         )
         for index, whole in enumerate(wholes):
-            changes = read_rows(wire, whole, "changes", self.round_index, self.everyone.ranks)
-            add(index, self.padding.clear(index, changes.view(-1)) if wire.is_unbiased else changes.view(-1))
+            changes = wire.drawn("changes", self.round_index, *self.everyone.ranks).read(whole)
+            add(index, self.padding.clear(index, changes) if wire.is_unbiased else changes)
 
     def perform(self, transfers: Sequence[Callable[[], Transfer]]) -> None:
         """Run gathers, one of every bucket in order, and repeat those with a damaged row."""

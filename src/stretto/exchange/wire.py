@@ -7,7 +7,6 @@ PackedWire   blocks of values, packed into fewer bytes, with error feedback; `st
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -35,11 +34,17 @@ class Wire(ABC):
         """How replicas tell how far they have moved: in this format, or in one of as many bytes that learns better."""
         return self
 
-    def drawn(self, stream: str, round_index: int, rank: int) -> Self:
-        """Return the format of what a rank sends of a stream in a round: this one, unless it draws random numbers.
+    def drawn(self, stream: str, round_index: int, *ranks: int) -> Self:
+        """Return the format of what ranks send of a stream in a round: this one, unless it draws random numbers.
 
-        These are a function of the arguments. So receivers know what the sender has drawn, and what is sent again is
-        the same.
+        These are a function of the arguments. So receivers know what a sender has drawn, and what is sent again is the
+        same.
+
+        Args:
+            stream: What is sent.
+            round_index: In which round.
+            ranks: By whom, for each of the equally long rows that are written or read at once. The bits of a row do
+                not depend on the others.
         """
         return self
 
@@ -154,24 +159,24 @@ class PackedWire(Wire):
         return self
 
     def kernels(self, tensor: Tensor) -> Any:
-        """Return what packs a CUDA tensor, with the same bits, as `write`, `read` and `lose`; None if nothing does."""
+        """Return what packs a tensor faster, to the same bits: `write`, `read` and `lose`; None if nothing does."""
         return None
 
     def write(self, values: Tensor, content: Tensor) -> None:
         """Pack values into bytes."""
-        if values.is_cuda and (kernels := self.kernels(values)):
+        if kernels := self.kernels(values):
             kernels.write(values, content)
         else:
             self.pack(values.to(torch.float32).view(-1, self.block), content.view(-1, self.block_bytes))
 
     def read(self, content: Tensor) -> Tensor:
         """Return the values that were packed into `content`."""
-        kernels = self.kernels(content) if content.is_cuda else None
+        kernels = self.kernels(content)
         return kernels.read(content) if kernels else self.unpack(content.view(-1, self.block_bytes)).view(-1)
 
     def lose(self, values: Tensor) -> None:
         """Replace values, `(numel,)`, by what packing loses of them."""
-        if values.is_cuda and (kernels := self.kernels(values)):
+        if kernels := self.kernels(values):
             kernels.lose(values)
             return
         content = torch.empty(self.num_bytes(values.numel()), dtype=torch.uint8, device=values.device)
@@ -181,37 +186,6 @@ class PackedWire(Wire):
     def num_bytes(self, numel: int) -> int:
         """Return the bytes of `numel` values."""
         return numel // self.block * self.block_bytes
-
-
-def write_rows(wire: Wire, parts: Tensor, content: Tensor) -> None:
-    """Write parts, `(receivers, numel)`, into as many equal parts of `content`.
-
-    A format with rotations packs each by itself: products of matrices of another shape may have other last bits, and
-    those of a part shall not depend on how it travels.
-    """
-    if not wire.is_unbiased:
-        wire.write(parts.view(-1), content)
-        return
-    for part, row in zip(parts, content.view(len(parts), -1), strict=True):
-        wire.write(part, row)
-
-
-def read_rows(wire: Wire, content: Tensor, stream: str, round_index: int, senders: Sequence[int]) -> Tensor:
-    """Return what ranks have written into equal parts of `content`, `(senders, numel)`; it may be a view.
-
-    Args:
-        wire: The format.
-        content: Bytes.
-        stream: Of `Wire.drawn`.
-        round_index: Likewise.
-        senders: The ranks, in the order of their parts.
-    """
-    if not wire.is_unbiased:
-        return wire.read(content).view(len(senders), -1)
-    rows = content.view(len(senders), -1)
-    return torch.stack(
-        [wire.drawn(stream, round_index, rank).read(row) for rank, row in zip(senders, rows, strict=True)]
-    )
 
 
 def block_scales(blocks: Tensor, largest: int, bits: int) -> Tensor:

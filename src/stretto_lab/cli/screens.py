@@ -1,5 +1,6 @@
 """What the commands print at their end."""
 
+import math
 import shlex
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ from stretto.exchange import WIRES
 from stretto.flat import ALIGNMENT
 from stretto.groups import Link
 from stretto.strategies import ACCO
+from stretto.strategies.ledger import ledger_of
 from stretto_lab.cli.options import shown
 from stretto_lab.cli.run_folder import resume_command
 from stretto_lab.evidence import OF_WIRES, of_strategy
@@ -159,6 +161,19 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
         print(f"on the command line: --echo {plan_text(diagnosis.plan)}")
 
 
+def _limit(choice: Price, machine: Machine) -> str:
+    """Return that a processor core limits an exchange of the choice, and not the link, where it does."""
+    arm, rate = parse_arm(choice.arm), machine.link.bits_per_second
+    wire, ledger = arm.wire, ledger_of(arm.strategy())
+    core, link = machine.exchange_seconds[wire] * ledger.rounds, 8 * choice.sent_bytes / rate if rate else 0.0
+    if core <= link or machine.cores == math.inf or machine.ranks == 1 or ledger.local:
+        return ""
+    return (
+        f"a core is the limit of exchanges on {wire}, not the link: per update it packs, adds and copies for "
+        f"{core:.2g} s, and the link sends for {link:.2g} s"
+    )
+
+
 def print_plan(rankings: Sequence[Ranking]) -> None:
     """Print what to use for each number of ranks, then how the last one came about."""
     for ranking in rankings:
@@ -183,6 +198,8 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
             f"on nodes of {machine.ranks_per_node} ranks: the link is a node's, a rank inside has "
             f"{_rate(machine.inside)}; gradients are added up inside first, except in rows of one level"
         )
+        print(fold(text))
+    if text := _limit(choice, machine):
         print(fold(text))
     print(f"\n{'':32}{'s/update':>9}{'waits':>6}{'MB sent':>8}{'MB held':>8}")
     for one in last.prices:

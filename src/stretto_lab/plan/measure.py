@@ -3,7 +3,8 @@
 Note [What is measured where]
     Micro-batches and the optimizer are timed with all ranks at work, as in training. An exchange is timed twice: its
     work on a rank that is alone, for every wire (packing, sums, norms, copies, the round report), and the link by
-    sending bytes that nobody looks at. All this takes seconds, and changes a model that nobody keeps.
+    sending bytes that nobody looks at. A bucket tells what packing costs more, or less, for the ranks of the job. All
+    this takes seconds, and changes a model that nobody keeps.
 """
 
 import dataclasses
@@ -25,7 +26,8 @@ from stretto.engine import Options
 from stretto.engine.failures import BACKEND_MARGIN_SECONDS, FailureDetector, Lifetime
 from stretto.engine.round import Progress
 from stretto.errors import ConfigError
-from stretto.flat import shard_of, usual_bucket_bytes
+from stretto.exchange import PackedWire, wire_by_name
+from stretto.flat import ALIGNMENT, shard_of, usual_bucket_bytes
 from stretto.groups import Link, SoloGroup, private_group
 from stretto.groups.collectives import method_of
 from stretto.machine import share_of_cores, usable_cores
@@ -75,7 +77,7 @@ class Machine:
     step_seconds: float
     """Of the optimizer, over all parameters."""
     exchange_seconds: dict[str, float]
-    """By wire: what a whole exchange costs a rank or node that is alone, without the optimizer."""
+    """By wire: what a whole exchange costs a rank or node by itself, without the optimizer and the link."""
     link: Link
     """Of every rank to the others, in each direction, with all ranks sending; or of every node to the others."""
     cores: float
@@ -90,6 +92,8 @@ class Machine:
     """What jobs have on its devices unless they say otherwise."""
     slowness: tuple[float, ...] = ()
     """Factor on these times, but for the loader's, by rank; empty where all ranks are as fast."""
+    packing_seconds: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    """Of the above, by the number of ranks and by wire: packing and unpacking; for the numbers that were asked for."""
     shards: int = 1
     """Ranks that hold one model together. All else here is then by node: how many there are, and what each rank of one
     takes, has and sends to those that hold the same shard."""
@@ -111,7 +115,16 @@ class Machine:
         """
         measured = self.slowness if len(self.slowness) == ranks else (self.slowest,) * ranks
         factors = [factor * slow.get(rank, 1.0) for rank, factor in enumerate(measured)]
-        return dataclasses.replace(self, ranks=ranks, slowness=tuple(factors) if max(factors) != 1 else ())
+        here, there = (self.packing_seconds.get(number, {}) for number in (self.ranks, ranks))
+        return dataclasses.replace(
+            self,
+            ranks=ranks,
+            slowness=tuple(factors) if max(factors) != 1 else (),
+            exchange_seconds={
+                wire: max(0.0, seconds + there.get(wire, 0.0) - here.get(wire, 0.0))
+                for wire, seconds in self.exchange_seconds.items()
+            },
+        )
 
 
 class Ranks:
@@ -179,13 +192,14 @@ class Ranks:
             self._failures.wait(work, "measurement of the link")
 
 
-def measure(info: RankInfo, job: Job[TaskT], batches: int) -> Machine:
+def measure(info: RankInfo, job: Job[TaskT], batches: int, numbers: Sequence[int] = ()) -> Machine:
     """Measure on all ranks, and return what they took; every rank calls this with equal settings.
 
     Args:
         info: Which rank this is.
         job: What is trained, and over which link.
         batches: Micro-batches to time.
+        numbers: Of ranks that plans are made for.
 
     Raises:
         ConfigError: The recipe has no loss that trains, or its loader ends too soon.
@@ -210,11 +224,19 @@ def measure(info: RankInfo, job: Job[TaskT], batches: int) -> Machine:
                 job.ranks_per_node or info.local_world_size,
                 stages,
                 shards=job.shard,
+                numbers=numbers,
             )
 
 
 def measure_task(
-    ranks: Ranks, task: Task, batches: int, ranks_per_node: int, stages: Stages, *, shards: int = 1
+    ranks: Ranks,
+    task: Task,
+    batches: int,
+    ranks_per_node: int,
+    stages: Stages,
+    *,
+    shards: int = 1,
+    numbers: Sequence[int] = (),
 ) -> Machine:
     """Measure a task on all ranks, and return what they took; changes the task's model. All ranks must call.
 
@@ -225,6 +247,7 @@ def measure_task(
         ranks_per_node: Ranks of this rank's node. Nodes count where there are several, all with equally many ranks.
         stages: Are told what is measured.
         shards: Ranks that hold the model together, as `train.shards.placed` has cut it; they are the node then.
+        numbers: Of ranks that plans are made for; packing is measured for these, too.
 
     Raises:
         ConfigError: The loader ends too soon.
@@ -253,9 +276,14 @@ def measure_task(
     }
     stages.begin("measuring the optimizer")
     step_seconds = _step_seconds(task, fresh[0][0], device)
+    parameters = sum(shard_of(p)[0].numel() for p in task.model.parameters() if p.requires_grad)
+    packing = {
+        number: {wire: _packing_seconds(wire, number, parameters, device) for wire in WIRES}
+        for number in sorted({1, world_size // shards, *(one // shards for one in numbers)})
+    }
     own = Machine(
-        ranks=world_size // shards,
-        parameters=sum(shard_of(p)[0].numel() for p in task.model.parameters() if p.requires_grad),
+        ranks=1,  # whose exchange was measured
+        parameters=parameters,
         forward_seconds=statistics.median(forward for forward, _ in passes),
         backward_seconds=statistics.median(backward for _, backward in passes),
         load_seconds=statistics.fmean(seconds for _, seconds in fresh[_WARM_UP:]),
@@ -267,8 +295,9 @@ def measure_task(
         jitter=_jitter([sum(one) for one in passes]),
         ranks_per_node=each,
         inside=inside,
+        packing_seconds=packing,
         shards=shards,
-    )
+    ).with_ranks(world_size // shards, {})
     return _of_all(ranks, own, min(sum(one) for one in passes))
 
 
@@ -435,6 +464,30 @@ def _exchange_seconds(
         _await(device)  # so that the next update knows the times of this one
     parallel.finish()
     return statistics.median(taken[_WARM_UP:])
+
+
+def _packing_seconds(name: str, ranks: int, parameters: int, device: torch.device) -> float:
+    """Return how long a rank packs and unpacks in an update: sums for and from all ranks, and what its owners change.
+
+    Every bucket costs as much as one of random values.
+    """
+    wire = wire_by_name(name).of(torch.float32)
+    if not isinstance(wire, PackedWire):
+        return 0.0
+    part = -(-min(parameters, usual_bucket_bytes(device) // 4) // (ranks * ALIGNMENT)) * ALIGNMENT
+    values = torch.randn(ranks * part, device=device)
+    content = torch.empty(wire.num_bytes(ranks * part), dtype=torch.uint8, device=device)
+    to_all, own = wire.drawn("sums", 0, *[0] * ranks), wire.drawn("changes", 0, 0)
+    of_all = [wire.drawn(stream, 0, *range(ranks)) for stream in ("sums", "changes")]
+
+    def bucket() -> None:
+        to_all.write(values, content)
+        own.write(values[:part], content[: len(content) // ranks])
+        for drawn in of_all:
+            drawn.read(content)
+
+    taken = [_seconds(bucket, device) for _ in range(_WARM_UP + _EXCHANGES)][_WARM_UP:]
+    return statistics.median(taken) * math.ceil(parameters / (ranks * part))
 
 
 def _step_seconds(task: Task, batch: Any, device: torch.device) -> float:

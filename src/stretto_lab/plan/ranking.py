@@ -302,7 +302,7 @@ def plan(job: PlanConfig[TaskT], ranks: Ranks, *, prices_all: bool = True) -> li
     Raises:
         WorkerFailed: A rank failed.
     """
-    measured = ranks.call(measure, job, job.batches)[0]
+    measured = ranks.call(measure, job, job.batches, job.ranks)[0]
     with Stages("plan", is_shown=ranks.is_first) as stages:
         return [
             rank_by_time(
