@@ -57,7 +57,7 @@ laws: $(READY)
 	$(BIN)/pytest -n $(PROCESSES) --dist loadfile $(LAWS)
 
 behaviour: $(READY)
-	$(BIN)/pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder --junitxml build/tests.xml
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
