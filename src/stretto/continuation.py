@@ -11,7 +11,7 @@
                          which ranks hold the same one, where workers are nodes
     scheduler            state of the scheduler that the library turns
     loader.<rank>        state of this rank's loader
-    pass.<rank>          where its pass over the loader is, if it was saved in one
+    pass.<rank>          where its pass over its data is, if it was saved in one
     extra                whatever the user gave
 
 The carry and the prediction can be used by any number of ranks, but not by another strategy. Rounding errors are dealt
@@ -32,7 +32,7 @@ from stretto.engine.report import RankReport, RoundReport, Vote
 from stretto.engine.round import Reduction
 from stretto.engine.state import JobState, State, is_extra
 from stretto.engine.statistics import at, is_same
-from stretto.errors import CheckpointError, ConfigError
+from stretto.errors import CheckpointError, ConfigError, ForeignCheckpoint
 from stretto.feed import Feed
 from stretto.flat import original_name
 from stretto.packed import pack, unpack
@@ -107,6 +107,8 @@ class Continuation:
             state[part] = {name: _as_one(name, value) for name, value in state[part].items()}
         slots = self._state.slots
         state["job"]["published"] = self._published
+        if self._scheduler is not None:
+            state["job"]["scheduler"] = type(self._scheduler).__name__
         if reduction is not None:
             state["carry"] = {slot.name: self._state.cut(slot, reduction.gradient.sums) for slot in slots}
             state["job"]["round_report"] = pack(self._describe(reduction), "the round report")
@@ -144,8 +146,8 @@ class Continuation:
             own["replica"] = {self.job.replica.name: packed}
         if loader is not None:
             own["loader"] = {rank: pack(self._feeding.state_of(loader), "the loader's state")}
-            if (state_of_pass := self._feeding.pass_state()) is not None:
-                own["pass"] = {rank: pack(state_of_pass, "the pass under way")}
+        if (state_of_pass := self._feeding.pass_state()) is not None:
+            own["pass"] = {rank: pack(state_of_pass, "the pass under way")}
         if self._rank == 0:
             own["extra"] = pack(extra, "extra")
             if self._scheduler is not None and not hasattr(self._scheduler, "state_dict"):
@@ -171,6 +173,8 @@ class Continuation:
         state = self._state.blank(stored)
         slots = self._state.slots
         state["job"]["published"] = ""
+        if "job.scheduler" in stored:
+            state["job"]["scheduler"] = ""
         if same_strategy and all(f"carry.{slot.name}" in stored for slot in slots):
             state["carry"] = {slot.name: self._state.cut(slot, None) for slot in slots}
             state["job"]["round_report"] = b""
@@ -195,6 +199,24 @@ class Continuation:
             state["scheduler"] = b""
         return state
 
+    def check_scheduler(self, state: State) -> None:
+        """Raise unless what was read is of this job's kind of scheduler, or there is none on one side.
+
+        Raises:
+            ForeignCheckpoint: Names both kinds.
+        """
+        saved, own = state["job"].get("scheduler"), type(self._scheduler).__name__
+        if self._scheduler is not None and saved not in (None, own):
+            raise ForeignCheckpoint(
+                f"the checkpoint holds the state of {saved}, expected {own}: build the scheduler that was saved, or "
+                "leave scheduler out and turn a new one in on_update"
+            )
+
+    def pass_of(self, state: State) -> Mapping[str, Any] | None:
+        """Return where in its pass this rank was saved, of what was read; None where it was in none."""
+        packed = state.get("pass", {}).get(str(self._rank))
+        return None if packed is None else unpack(packed, "the pass under way")
+
     def load(self, state: State, *, goes_on: bool) -> None:
         """Replace the job's state by `state`; all ranks must call.
 
@@ -204,7 +226,7 @@ class Continuation:
             state: What was read from a checkpoint, or from memory.
             goes_on: Whether this rank's loader has been told its position.
         """
-        rest = state.get("pass", {}).get(str(self._rank)) if goes_on else None
+        rest = self.pass_of(state) if goes_on else None
         self._state.load(state)
         compute = self.job.compute
         self._publish_anew(state["job"])
@@ -234,7 +256,7 @@ class Continuation:
             self._scheduler.load_state_dict(unpack(state["scheduler"], "the scheduler's state"))
         if mine is not None:
             restore_random_states(read_random_states(mine["random"]), self._device)
-        self._feeding.go_on(None if rest is None else unpack(rest, "the pass under way"))
+        self._feeding.go_on(rest)
         compute.began_again()
 
     def _blank_debts(self, stored: Collection[str], world_size: int) -> State:

@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ class Restored:
     """The checkpoint's own folder; None where the state was in memory."""
     loader_states: tuple[Any, ...]
     """The loader state of every rank that saved one, in rank order: what a loader for another world size needs."""
+    is_pass_over: bool
+    """Whether the first `feed` is the rest of the pass that was saved, and has no batch: a loop that counts its epochs
+    by `step` would take it for the next one."""
     notes: tuple[str, ...]
     """What could not be continued exactly, and why; empty where the continuation is bit-identical."""
 
@@ -150,18 +154,27 @@ def load(
                 same_layout=saved.layout == parallel.job.layout_digest,
             )
         reading.read(state)
+        ranks.agree("comparing schedulers", lambda: continuation.check_scheduler(state))
     positions = tuple(unpack(packed, "the loader's state") for packed in state.get("loader", {}).values())
     goes_on = loader is not None and bool(positions) and saved.world_size == parallel.world_size
     if loader is not None and goes_on:
         ranks.agree("restoring the loader", lambda: loader.load_state_dict(positions[ranks.rank]))
     with parallel.job.compute.lifetime.running():
         continuation.load(state, goes_on=goes_on)
+    place = continuation.pass_of(state) or {}
+    notes = (
+        *_notes(parallel, saved, reading.names, state),
+        *_notes_of_pass(place, reading.names, goes_on=goes_on),
+    )
+    for note in notes:
+        _log.warning("rank %d, after step %d: %s", parallel.rank, parallel.steps, note)
     return Restored(
         step=parallel.steps,
         extra=unpack(state["extra"], "extra"),
         path=reading.path,
         loader_states=positions,
-        notes=tuple(_notes(parallel, saved, reading.names, state)),
+        is_pass_over=goes_on and _is_over(place),
+        notes=notes,
     )
 
 
@@ -311,6 +324,38 @@ def _notes(
         )
         yield f"saved {saved} a scheduler, continued {goes_on}: its state is not restored"
 
+
+def _is_over(place: Mapping[str, Any]) -> bool:
+    """Return whether nothing is left of a pass that was saved in this place, and whose rest comes next."""
+    return bool(place) and not place["is_left"] and bool(place["is_exhausted"] or place["votes"])
+
+
+def _notes_of_pass(place: Mapping[str, Any], names: set[str], *, goes_on: bool) -> Iterator[str]:
+    """Yield what is not exact of the pass that was saved, of which the loader's state may go on.
+
+    Without one a pass that is over, with all its updates, is behind.
+    """
+    if not place or place["is_left"]:
+        return
+    is_over = _is_over(place) and (goes_on or "job.round_report" not in names)
+    if is_over:
+        if goes_on:
+            yield (
+                "saved after the last batch of a pass: the first feed() is its rest, without a batch; a loop that "
+                "counts its epochs by the step begins with the epoch before (restored.is_pass_over)"
+            )
+    elif not goes_on:
+        yield (
+            f"saved after {place['position']} batches of a pass, and continued without its loader's state: the first "
+            "feed() begins a pass anew; give loader= to save and load"
+        )
+    if num_out := place.get("num_out", 0):
+        yield (
+            f"saved by a loop that had asked for {num_out} batches ahead: they were not counted, and do not come again"
+        )
+
+
+_log = logging.getLogger("stretto")
 
 _AHEAD = {
     "carry": "gradients accumulated ahead",

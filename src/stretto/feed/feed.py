@@ -66,7 +66,15 @@ class Feed(Batches):
             "position": current.position,
             "is_exhausted": current.is_exhausted,
             "votes": [int(vote) for vote in self._compute.course.votes] if has_ended else [],
+            "num_out": self._num_out(current),
         }
+
+    def _num_out(self, current: Pass) -> int:
+        """Return how many batches the loop holds that it has not counted, where it looks ahead."""
+        if self._num_late is not None:
+            return -(-self._num_late // current.per_batch)
+        counted = self._compute.num_counted > current.num_counted
+        return current.num_out - counted if current.looks_ahead and current.num_fed > 1 else 0
 
     def go_on(self, state: Mapping[str, Any] | None) -> None:
         """Let the next pass be the rest of the one in which `pass_state()` was saved."""

@@ -1,0 +1,154 @@
+"""Notes are empty where the run that goes on equals the one that did not stop, and say why where it does not."""
+
+import functools
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.optim import lr_scheduler
+
+import stretto
+from stretto import checkpoint
+from stretto.errors import ForeignCheckpoint
+from stretto.strategies import STRATEGIES
+from stretto_lab.virtual import VirtualCluster
+from tests.draws import draws
+
+PER_EPOCH, EPOCHS = 6, 3
+
+
+class Loader:
+    """Its batches in another order in each pass, and a state, behind the batch that was given last."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.passes, self.position, self.is_told = rank, 0, 0, False
+
+    def __len__(self) -> int:
+        return PER_EPOCH
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if not self.is_told:
+            self.passes, self.position = self.passes + 1, 0
+        self.is_told = False
+        while self.position < PER_EPOCH:
+            self.position += 1
+            yield torch.randn(2, 3, generator=torch.Generator().manual_seed(self.rank + 100 * self.position))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"passes": self.passes, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.passes, self.position, self.is_told = state["passes"], state["position"], True
+
+
+def job(group: dist.ProcessGroup | None, strategy: str, schedule: str = "LinearLR") -> Any:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = {
+        "LinearLR": lambda: lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 20),
+        "CosineAnnealingLR": lambda: lr_scheduler.CosineAnnealingLR(optimizer, 20),
+        "SequentialLR": lambda: lr_scheduler.SequentialLR(
+            optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.LinearLR(optimizer)], [3]
+        ),
+    }[schedule]()
+    kind = STRATEGIES[strategy]()
+    return model, stretto.DataParallel(
+        model, optimizer, kind, micro_batches=2, scheduler=scheduler, group=group
+    )
+
+
+def run(
+    rank: int,
+    group: dist.ProcessGroup,
+    strategy: str,
+    *,
+    at: int,
+    saves: bool,
+    loads: bool,
+    ahead: bool,
+    folder: Path,
+) -> Any:
+    def train(first: int, goes_on: bool) -> Any:
+        for epoch in range(first, EPOCHS):
+
+            def note(update: stretto.Update, epoch: int = epoch) -> None:
+                if update.step == at and not goes_on:
+                    checkpoint.save(parallel, folder, loader=loader if saves else None, extra=epoch)
+
+            batches = iter(parallel.feed(loader, on_update=note))
+            batch = next(batches, None)
+            while batch is not None:
+                loss = model(batch).square().mean()
+                following = next(batches, None) if ahead else None
+                parallel.backward(loss)
+                batch = following if ahead else next(batches, None)
+        parallel.finish()
+        return parallel.steps, model.weight.detach().clone()
+
+    loader = Loader(rank)
+    model, parallel = job(group, strategy)
+    whole = train(0, False)
+    loader = Loader(rank)
+    model, parallel = job(group, strategy)
+    restored = checkpoint.load(parallel, folder, loader=loader if loads else None)
+    first = restored.extra if saves and loads else restored.step * 2 // PER_EPOCH
+    again = train(first, True)
+    return whole[0] == again[0] and torch.equal(whole[1], again[1]), restored.notes, restored.is_pass_over
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_notes_are_empty_exactly_where_the_run_that_goes_on_equals_the_other(
+    strategy: str, tmp_path: Path
+) -> None:
+    for seed in draws(24, 6):
+        draw = random.Random(f"{strategy} {seed}")
+        case = {
+            "at": draw.randrange(1, EPOCHS * PER_EPOCH // 2),
+            "saves": draw.random() < 0.7,
+            "loads": draw.random() < 0.8,
+            "ahead": draw.random() < 0.3,
+        }
+        program = functools.partial(run, strategy=strategy, folder=tmp_path / str(seed), **case)
+        for is_same, notes, is_pass_over in VirtualCluster(draw.randint(1, 2)).run(program).values:
+            assert is_same or notes, f"{strategy} {case}: another run, and no note"
+            assert not is_same or not notes or is_pass_over, f"{strategy} {case}: the same run, and {notes}"
+
+
+@pytest.mark.parametrize("other", ["CosineAnnealingLR", "SequentialLR"])
+def test_a_schedule_of_another_kind_is_refused_in_words(other: str, tmp_path: Path) -> None:
+    _, parallel = job(None, "zero1")
+    checkpoint.save(parallel, tmp_path)
+    _, following = job(None, "zero1", other)
+    with pytest.raises(ForeignCheckpoint, match=f"the state of LinearLR, expected {other}"):
+        checkpoint.load(following, tmp_path)
+    assert following.steps == 0
+
+
+def test_a_loop_that_counts_its_epochs_by_the_step_can_ask_whether_a_pass_is_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, parallel = job(None, "zero1")
+    loader = Loader(0)
+
+    def save(update: stretto.Update) -> None:
+        if update.step == PER_EPOCH // 2:
+            checkpoint.save(parallel, tmp_path, loader=loader)
+
+    for batch in parallel.feed(loader, on_update=save):
+        parallel.backward(model(batch).square().mean())
+    model, parallel = job(None, "zero1")
+    loader = Loader(0)
+    with caplog.at_level(logging.WARNING, "stretto"):
+        restored = checkpoint.load(parallel, tmp_path, loader=loader)
+    assert restored.is_pass_over
+    (note,) = restored.notes
+    assert "counts its epochs by the step" in note
+    assert note in caplog.text
+    assert list(parallel.feed(loader)) == []
