@@ -31,6 +31,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from stretto.exchange.rotated import Rotated
 from stretto_lab.train import processes as started_by_commands
 from stretto_lab.train.workers import host_store
 
@@ -70,6 +71,9 @@ def start_server_of_ranks(*more: str) -> None:
     with warnings.catch_warnings(action="ignore"):  # those of other libraries
         for name in (*_FORKED_WITH, *more):
             importlib.import_module(name)
+    for bits in (1, 2, 3, 4):  # compiled once, and not by each rank
+        wire = Rotated(bits)
+        wire.write(torch.zeros(64), torch.empty(wire.num_bytes(64), dtype=torch.uint8))
     resource_tracker.ensure_running()  # the server would start it
     start, forkserver.util.spawnv_passfds = forkserver.util.spawnv_passfds, _forked_server
     try:
