@@ -28,7 +28,7 @@ from stretto.records import Incident, Update
 from stretto.start import Parts, sharding_for, start
 from stretto.strategies import Strategy, ZeRO1, check_strategy
 
-_not_traced = torch._disable_dynamo  # type: ignore[attr-defined]
+_not_traced = torch._disable_dynamo  # type: ignore[attr-defined]  # public ones import the compiler at once
 """Marks what a compiled step of the user's calls as it is: sending and waiting are not for a graph."""
 
 

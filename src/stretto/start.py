@@ -251,7 +251,7 @@ def _start(
         BufferChoices.read(parts.options.buffers),
         registered,
     )
-    model.lacks_values = shows_estimate  # all ranks have rank 0's
+    model.begin(lacks_values=shows_estimate)  # all ranks have rank 0's
     compute = RestingLane(
         model,
         lane.comm,

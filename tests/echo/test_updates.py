@@ -174,8 +174,8 @@ def doubles(seen: Seen) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_no_batch_meets_the_same_parameters_twice(block: int, tmp_path: Path) -> None:
-    echoes = 0
-    for seed in draws(CASES)[block::BLOCKS]:
+    echoes, seeds = 0, draws(CASES)[block::BLOCKS]
+    for seed in seeds:
         case = Case(seed)
         folder = tmp_path / str(seed)
         cluster = VirtualCluster(
@@ -190,7 +190,7 @@ def test_no_batch_meets_the_same_parameters_twice(block: int, tmp_path: Path) ->
         for rank in range(case.ranks):
             assert doubles(seen[rank]) == [], (case, case.plan, case.micro_batches, rank)
         echoes += sum(count for _, count, _ in results)
-    assert echoes > 25  # the law would hold without an echo too
+    assert echoes > 3.3 * len(seeds)  # the law would hold without an echo too
 
 
 def trained(

@@ -69,11 +69,8 @@ def test_a_loop_that_looks_ahead_makes_the_updates_of_a_plain_loop(name: str) ->
         shown, seen = [], []
         for epoch, leaves in enumerate(leaves_after):
             batches = [torch.randn(2 * rows[i % 3], 3, generator=generator) for i in range(lengths[rank])]
-            feed = iter(
-                parallel.feed(
-                    Batches(batches, is_sized), updates=ends[epoch], until=until, on_update=told.append
-                )
-            )
+            data = Batches(batches, is_sized)
+            feed = iter(parallel.feed(data, updates=ends[epoch], until=until, on_update=told.append))
             held: collections.deque[Tensor] = collections.deque()
             for _ in range(loop.ahead + 1):
                 ask(feed, held)
@@ -120,9 +117,7 @@ def test_a_loop_that_looks_ahead_makes_the_updates_of_a_plain_loop(name: str) ->
         for one, other in zip(found, expected, strict=True):
             assert one[0] == other[0], f"{case}: other batches"
             assert str(one[1]) == str(other[1]), f"{case}: updates {one[1]} for {other[1]}"
-            if (
-                leaves_after[-1] is None
-            ):  # where the loop is left, what has landed differs by the batches ahead
+            if leaves_after[-1] is None:  # a loop that is left has taken more batches than it has counted
                 assert all(map(torch.equal, one[2], other[2])), f"{case}: shown after a pass"
             assert torch.equal(one[3], other[3]), f"{case}: another outcome"
 

@@ -75,11 +75,9 @@ def loader_faults(
             resumed.load_state_dict(running.state_dict())
             same(f"{seat}, resumed at {position}", whole[position : position + 3], take(resumed, 3))
             next(batches, None)
-        loader = make(rank, size)
-        batches = iter(loader)
+        batches = iter(loader := make(rank, size))
         next(batches)
-        state = copy.deepcopy(loader.state_dict())
-        expected = take(batches, 4)
+        state, expected = copy.deepcopy(loader.state_dict()), take(batches, 4)
         loader.load_state_dict(state)
         same(f"{seat}, gone back", expected, take(loader, 4))
         if not endless:

@@ -60,7 +60,7 @@ RULES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 class Drawn(Written):
     """A rule that acts where its condition holds, over momentum; steps are counted where the settings say."""
 
-    settings = {"lr": 0.05, "rule": "sign", "when": "always", "bound": 3, "counts": "state", "steps": 0}  # noqa: RUF012
+    settings = {"lr": 0.05, "rule": "sign", "when": "always", "bound": 3, "counts": "state", "steps": 0}  # noqa: RUF012  # as the classes beside it
 
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, **settings)

@@ -16,6 +16,10 @@ OF_OTHERS = {
     "rootRank": ("exchange", "PyTorch's options of a collective, which have no constructor"),
     "reduceOp": ("", "as above"),
     "timeout": ("groups", "as above"),
+    "bound_device_id": (
+        "groups",
+        "the default group's device, which is no group's of some ranks while one is made",
+    ),
     "excepthook": ("groups", "what Python calls last, which torch wraps once more with every default group"),
     "_devices": ("groups", "as above"),
     "_timeout": ("groups", "as above"),

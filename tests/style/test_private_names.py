@@ -95,6 +95,8 @@ NAMES: dict[str, dict[str, Callable[[], bool]]] = {
         "_get_fsdp_state": has(lambda: FSDPModule, "_get_fsdp_state"),
         "_fsdp_param_group": lambda: "_fsdp_param_group" in inspect.getsource(FSDPState),
         "_fsdp_param_groups": lambda: "_fsdp_param_group" in inspect.getsource(FSDPState),  # of newer ones
+        "_disable_dynamo": has(lambda: torch, "_disable_dynamo"),
+        "_load_from_state_dict": has(lambda: nn.Module, "_load_from_state_dict"),
         "_get_default_group": has(lambda: dist.distributed_c10d, "_get_default_group"),
         "_new_process_group_helper": has(lambda: dist.distributed_c10d, "_new_process_group_helper"),
         "_world": has(lambda: dist.distributed_c10d._world, "pg_group_ranks"),
@@ -131,13 +133,13 @@ NAMES: dict[str, dict[str, Callable[[], bool]]] = {
         "_track_num_input_tokens": has(lambda: transformers.Trainer, "_track_num_input_tokens"),
     },
     "datasets": {
+        "_lock": has(lambda: datasets.utils.tqdm, "set_lock"),
         "_starting_state_dict": has(
             lambda: datasets.Dataset.from_dict({"a": [1]}).to_iterable_dataset(), "_starting_state_dict"
         ),
     },
     "python": {
         "_current_frames": has(lambda: sys, "_current_frames"),
-        "_getframe": has(lambda: sys, "_getframe"),
         "_exit": has(lambda: os, "_exit"),
         "_forkserver": has(lambda: multiprocessing.forkserver, "_forkserver"),
         "_forkserver_pid": has(lambda: multiprocessing.forkserver._forkserver, "_forkserver_pid"),
@@ -234,7 +236,6 @@ def requirements() -> dict[str, str]:
         *extras["cli"],
         *extras["recipes"],
         *extras["lightning"],
-        *extras["peers"],
     ]
     return {re.split(r"[<>=\[]", line)[0]: line for line in lines}
 

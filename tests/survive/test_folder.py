@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -91,9 +92,11 @@ def test_nothing_foreign_is_touched(seed: int, tmp_path: Path) -> None:
         (lambda path: path.write_text(""), "no folder"),
     ],
 )
-def test_a_folder_that_is_not_this_users_alone_is_refused(make: object, found: str, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_this_users_alone_is_refused(
+    make: Callable[[Path], object], found: str, tmp_path: Path
+) -> None:
     path = tmp_path / "states"
-    make(path)  # type: ignore[operator]
+    make(path)
     with pytest.raises(CheckpointError, match=f"found {found}"):
         st.LocalCheckpoints(path)
 

@@ -453,7 +453,7 @@ class ComputeLane:
 
         Masters are that of the next update where a round that ends one has been handed over.
         """
-        self.model.held_back = None
+        self.model.drop_held()
         if self.model.shown == "committed" or self._has_failed or self.lifetime.failures.world_size > 1:
             return
         try:

@@ -106,6 +106,14 @@ class UserModel:
         self._addresses = list(map(Tensor.data_ptr, self.parameters))
         self._versions = list(map(_version, self.parameters))
 
+    def drop_held(self) -> None:
+        """Forget what `settled` holds back: an error has ended the job, and nothing is shown again."""
+        self.held_back = None
+
+    def begin(self, *, lacks_values: bool) -> None:
+        """Say whether the model begins with an estimate of an earlier job; the same on all ranks."""
+        self.lacks_values = lacks_values
+
     def check_values(self, where: object) -> None:
         """Raise if the model has begun with an estimate of an earlier job.
 

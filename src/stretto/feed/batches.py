@@ -65,6 +65,10 @@ class Pass:
     samples: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
     """Of the batches that are out, and of the one in hand."""
 
+    def leave_behind(self, is_behind: bool) -> None:
+        """Say whether batches of this pass, which has ended, may still be counted."""
+        self.is_behind = is_behind
+
     def asked(self, num_counted: int) -> int:
         """The loop asks for a batch; return how many are out that it will count: none if it does not look ahead."""
         counted, self.num_counted = num_counted - self.num_counted, num_counted

@@ -80,7 +80,7 @@ class Feed(Batches):
         """Let the next pass be the rest of the one in which `pass_state()` was saved."""
         self._restored, self._num_late = state, None
         if self._pass is not None:
-            self._pass.is_behind = False
+            self._pass.leave_behind(False)
 
     def end(self) -> None:
         """Go no further than the updates that are committed; all ranks come here after the same one."""
@@ -104,7 +104,7 @@ class Feed(Batches):
         compute = self._compute
         self.close()
         if self._pass is not None:
-            self._pass.is_behind = False
+            self._pass.leave_behind(False)
         compute.check_alike("commit()")
         with compute.course.finishing(forgets=True):
             while not compute.is_clear:
@@ -194,7 +194,7 @@ class Feed(Batches):
             compute.show_committed()
             compute.model.until_training()
         is_known = current.looks_ahead and (current.depth is not None or current.per_batch == 1)
-        current.is_behind = current.num_out > 0 and not is_known
+        current.leave_behind(current.num_out > 0 and not is_known)
 
     def _is_drained(self) -> bool:
         """Return whether every update has ended and nobody has anything left to contribute; the same on all ranks."""

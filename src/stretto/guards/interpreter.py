@@ -79,8 +79,12 @@ class GuardInterpreter:
         self._seals = Seals()
         self._has_copies = has_copies
         self._mending = Mending(replica, self._seals, self._fixed, self._where)
-        self.is_as_sealed: Callable[[str], bool] = lambda _: False
+        self._is_as_sealed: Callable[[str], bool] = lambda _: False
         """Whether a fixed tensor is known to be what it was, for a guard that watches those (`ShownValues`)."""
+
+    def ask_seals(self, is_as_sealed: Callable[[str], bool]) -> None:
+        """Ask a guard that watches fixed tensors which of them are what they were."""
+        self._is_as_sealed = is_as_sealed
 
     @property
     def performers(self) -> Mapping[type, Performer]:
@@ -104,7 +108,7 @@ class GuardInterpreter:
                 recomputed(
                     self._sharded, self._seals, dict(self._shown(flight)) if self._is_replicated else {}
                 )
-                | {part: self.is_as_sealed(part.name) for part in self._fixed}
+                | {part: self._is_as_sealed(part.name) for part in self._fixed}
             ),
             Where: lambda _, __: self._where(),
             Ranks: lambda _, __: self._exchange.numbers,

@@ -85,7 +85,7 @@ class ShownValues(RoundWatch):
         self._num_rounds = 0
         self._struck: dict[str, tuple[int, int]] = {}
         """How often a tensor was found damaged with one sound round at most in between, and when last, by name."""
-        rounds.interpreter.is_as_sealed = self._is_as_sealed
+        rounds.interpreter.ask_seals(self._is_as_sealed)
         self.begin_again()
 
     def begin_again(self) -> None:
