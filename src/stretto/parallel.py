@@ -417,8 +417,10 @@ class DataParallel:
 
     def _count(self, weight: float, loss: Tensor | None, samples: int | None) -> Update | None:
         where = self._compute.where
+        if not self.feeding.has_begun:
+            samples = 1 if samples is None else misuse.read_samples(samples, where)
+            return self._compute.count(weight, loss, samples, samples)
         samples = self.feeding.num_samples if samples is None else misuse.read_samples(samples, where)
         self.feeding.counts()
-        fresh = self.feeding.input.note(loss, weight, samples) if self.feeding.has_begun else samples
-        update = self._compute.count(weight, loss, samples, fresh)
-        return self.feeding.arrived(update) if self.feeding.has_begun else update
+        fresh = self.feeding.input.note(loss, weight, samples)
+        return self.feeding.arrived(self._compute.count(weight, loss, samples, fresh))

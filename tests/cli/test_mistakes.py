@@ -77,7 +77,7 @@ def test_a_name_that_does_not_exist_is_one_line_and_exit_code_2(
         ("--wire fp8", "bf16"),
         ("--task.batch 1", "--task.batch must be at least 2, found 1"),
         ("--seconds -1", "--seconds must be positive, found -1"),
-        ("--clip-norm -1", "--clip-norm -1.0: expected a positive, finite norm"),
+        ("--clip-norm -1", "--clip-norm -1.0: expected a positive norm, or None"),
         ("--timeout-seconds 0", "--timeout-seconds 0.0: expected"),
         ("--wire INT4", "did you mean 'int4'?"),
         ("--wire fp3", "did you mean 'fp32'?"),

@@ -243,7 +243,7 @@ def test_a_batch_of_any_make_has_memory_of_its_own_where_the_loader_is_asked_aga
     draw = random.Random(0)
     for _ in range(200):
         memory = draw.choice([torch.zeros(2), np.zeros(2)])
-        batch = wrapped(draws, memory)
+        batch = wrapped(draw, memory)
         own = own_tensors(batch)
         assert type(own) is type(batch)
         memory += 1

@@ -16,6 +16,8 @@ from tests.errors.tiny import says
 class OnlyAStore(dist.ProcessGroup):
     """A rank of a group whose ranks share nothing but a store."""
 
+    may_wait_again = True
+
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)
         self._shared = store

@@ -21,7 +21,7 @@ GUARDS: dict[str, dict[str, Any]] = {
     "audit": {"guards": (st.Audit(rate=1.0),)},
 }
 
-AVERAGING = {"local", "diloco", "paft-sync", "paft-dyn"}
+AVERAGING = {"average", "local", "diloco", "paft-sync", "paft-dyn"}
 """Strategies whose replicas may differ: no audits."""
 
 

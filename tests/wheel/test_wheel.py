@@ -69,6 +69,7 @@ def test_the_wheel_holds_every_module_and_no_test(wheel: Path) -> None:
         f"{about}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "top_level.txt", "entry_points.txt")
     }
     assert names == modules | listed | {
+        "stretto/exchange/rotated.c",
         "stretto/py.typed",
         "stretto_lab/py.typed",
         "stretto_lab/page/page.css",
