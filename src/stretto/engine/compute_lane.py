@@ -288,7 +288,8 @@ class ComputeLane:
         """Take off if a round is ready; called before every training forward and backward pass."""
         if not self._is_checked:
             self.model.check_unwritten(self.where)
-            self.model.check_values(self.where)
+            if self.model.lacks_values:
+                self.model.check_values(self.where)
             self._is_checked = True
         self.take_off_if_ready()
         if self.comm.asks_ahead and self._opening is None:
