@@ -26,7 +26,7 @@ MOST_WITH_FEED = {
     "diloco with a delay": (stretto.DiLoCo(interval=3, delay=1), {}, 6, 27),
     "zero1 with guards": (stretto.ZeRO1(), {"guards": "standard"}, 1, 36),
 }
-"""Strategy, settings, updates that are watched, and how many files the README's loop may enter. Lines of these files are
+"""Strategy, settings, updates that are watched, and how many files the README's loop may enter. Lines are
 no measure: most of them are never run by an update, and moving them next door would lower it."""
 NOT_USED = (
     "stretto_lab/",
