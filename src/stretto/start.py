@@ -234,9 +234,7 @@ def _start(
         if flat.accumulation_dtype != flat.dtype:
             registered[slot.index].grad_dtype = flat.accumulation_dtype
     everyone = exchange if within is None else within.everyone
-    marks = map(mark_on, registered)
-    shows_estimate = exchange.rank == 0 and any(mark is not None and mark.shows_estimate for mark in marks)
-    share_start(exchange, parameters, GradientBuffer(layout), parts.model, everyone)
+    lacks_values = share_start(exchange, parameters, GradientBuffer(layout), parts.model, everyone)
     if parts.guards:
         progress.watch(_fixed(parts.model))
     owner = _owner_of(parts, parameters, exchange, within)
@@ -251,7 +249,7 @@ def _start(
         BufferChoices.read(parts.options.buffers),
         registered,
     )
-    model.begin(lacks_values=shows_estimate)  # all ranks have rank 0's
+    model.begin(lacks_values=lacks_values)
     compute = RestingLane(
         model,
         lane.comm,

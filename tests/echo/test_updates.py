@@ -190,7 +190,7 @@ def test_no_batch_meets_the_same_parameters_twice(block: int, tmp_path: Path) ->
         for rank in range(case.ranks):
             assert doubles(seen[rank]) == [], (case, case.plan, case.micro_batches, rank)
         echoes += sum(count for _, count, _ in results)
-    assert echoes > 3.3 * len(seeds)  # the law would hold without an echo too
+    assert echoes > 2 * len(seeds)  # the law would hold without an echo too
 
 
 def trained(

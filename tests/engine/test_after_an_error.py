@@ -185,3 +185,18 @@ def test_a_dropped_job_leaves_no_estimate_that_can_be_taken_for_an_update(name: 
         model.state_dict()
     with pytest.raises(EstimateShown, match="was dropped"):
         next(Run(None, EVERY[name](), model).train(0, -9, ""))
+
+
+def test_a_job_that_ended_by_an_error_says_nothing_once_values_are_loaded_and_it_is_dropped() -> None:
+    run = Run(None, EVERY["wp"]())
+    with contextlib.suppress(Unlucky), run.parallel:
+        for number, _ in enumerate(run.train(0, -9, "")):
+            if number >= 6 and run.parallel.job.model.shown == "estimate":
+                raise Unlucky
+    with pytest.raises(EstimateShown, match="ended by an error"):
+        run.model.state_dict()
+    run.model.load_state_dict(run.committed[-1])
+    model, committed = run.model, run.committed[-1]
+    del run
+    gc.collect()
+    assert is_one_of(model.state_dict(), [committed])

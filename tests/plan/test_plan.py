@@ -282,10 +282,12 @@ def test_a_run_takes_the_choice_and_its_resume_keeps_to_it(capfd: pytest.Capture
     words = ["--updates", "2", "--no-tensorboard", "--wire", "bf16", "--run-dir", "run"]
     assert main(["train", TINY, "--strategy", "auto", *words]) == 0
     shown = capfd.readouterr().out
-    (used,) = re.findall(r"ranks: use --strategy (\w+)( --wire \w+)?:", shown)
-    assert used[1] == " --wire bf16"
     chosen = json.loads(Path("run", "config.json").read_text())["command"]["options"][-1]
-    assert chosen == used[0] + used[1].replace(" --wire ", ":wire=")
+    arm = parse_arm(chosen)
+    assert arm.wire == "bf16"
+    assert (
+        f"ranks: use --strategy {arm.own_text} --wire bf16" in shown
+    )  # which one depends on how busy the machine is
     assert f"{chosen} on 2 workers (cpu), run" in shown
     assert main(["resume", "run", "--updates", "3"]) == 0
     assert f"{chosen} on 2 workers (cpu), run" in capfd.readouterr().out
@@ -302,9 +304,7 @@ def test_a_run_over_files_begins_in_an_empty_folder_and_the_same_command_goes_on
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     Path("story.txt").write_text("The cat saw a bird.\n" * 200)
-    words = (
-        "train language --task.data story.txt --task.documents.unit line --task.scale 0.05 --task.length 640"
-    )
+    words = "train language --task.data story.txt --task.documents.unit line --task.model llama-tiny --task.length 32"
     command = f"{words} --task.readers 0 --strategy auto --no-tensorboard --checkpoint-every 1 --run-dir run"
     assert main([*command.split(), "--updates", "2"]) == 0
     assert "pricing" in capfd.readouterr().out

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from stretto.checksums import digest
 from stretto.engine.accumulation import GradientBuffer
+from stretto.engine.hooks import shows_estimate
 from stretto.engine.untrained import untrained
 from stretto.errors import RanksDisagree, TransferCorrupt
 from stretto.exchange import Exchange
@@ -62,7 +63,7 @@ def share_start(
     buffer: GradientBuffer,
     model: nn.Module,
     everyone: Exchange,
-) -> None:
+) -> bool:
     """Give every rank the parameters and buffers of rank 0, to the bit.
 
     Args:
@@ -71,7 +72,11 @@ def share_start(
         buffer: Scratch; left undefined.
         model: Its frozen parameters and buffers, of any dtype, are overwritten too.
         everyone: Connects all ranks of the job.
+
+    Returns:
+        Whether rank 0's values are an estimate that an earlier job has left; the same on all ranks.
     """
+    is_estimate = parameters[0].new_full((1,), float(shows_estimate(model)))
     with torch.no_grad():
         torch._foreach_copy_(buffer.views, list(parameters))
         for flat in buffer.flats:
@@ -80,6 +85,8 @@ def share_start(
         for _, tensor in untrained(model):
             local, shard = shard_of(tensor)
             _take_from_rank_0(everyone if shard is None else exchange, local)
+        _take_from_rank_0(everyone, is_estimate)
+    return bool(is_estimate)
 
 
 def _take_from_rank_0(exchange: Exchange, tensor: Tensor) -> None:

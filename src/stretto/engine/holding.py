@@ -7,8 +7,9 @@ Note [Jobs that nobody holds]
     what the communication lane has begun goes on.
 
 Note [Estimates that stay]
-    A job that was dropped, or ended by an error, may leave an estimate in the model. Its mark stays then and says so,
-    until every parameter has been written by somebody.
+    A job that was dropped, or ended by an error, may leave an estimate in the model. Hooks of the model refuse copies
+    then, until every parameter has been written by somebody. They refer to parameters weakly: a parameter may refer to
+    its module (FSDP2's do), in C++ too, and such a cycle would keep the model for good.
 """
 
 import sys
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+
+from stretto.engine import misuse
 
 _JOB = "stretto job"
 """Key in the metadata of autograd's nodes that a job has hooks on."""
@@ -32,22 +35,34 @@ def adding_node(parameter: Tensor) -> Any:
     return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
+class LeftEstimate:
+    """Refuses copies while a parameter shows an estimate which nobody corrects; see Note [Estimates that stay]."""
+
+    def __init__(self, parameters: Sequence[Tensor], where: str) -> None:
+        self._left = [(weakref.ref(parameter), parameter._version) for parameter in parameters]
+        self._where = where
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether a parameter has not been written since."""
+        left = ((reference(), version) for reference, version in self._left)
+        return any(parameter is not None and parameter._version == version for parameter, version in left)
+
+    def __call__(self) -> None:
+        """Refuse a copy.
+
+        Raises:
+            EstimateShown: Says what to load.
+        """
+        if self.is_shown:
+            raise misuse.estimate_left(self._where)
+
+
 class Mark:
     """What a job leaves on the nodes of its parameters, until it ends."""
 
     def __init__(self) -> None:
         self._holder: weakref.ref[object] | None = None
-        self._estimate: list[tuple[Tensor, int]] | None = None
-        """The parameters that show an estimate which nobody corrects, with their versions."""
-
-    def leave_estimate(self, parameters: Sequence[Tensor]) -> None:
-        """The job ends while its model shows an estimate; see Note [Estimates that stay]."""
-        self._estimate = [(parameter, parameter._version) for parameter in parameters]
-
-    @property
-    def shows_estimate(self) -> bool:
-        """Whether the job has ended, and a parameter of its model shows an estimate still."""
-        return any(parameter._version == version for parameter, version in self._estimate or ())
 
     def hold(self, holder: object, let_go: Callable[[], None]) -> None:
         """Say who holds the job, and what to call once nobody does; see Note [Jobs that nobody holds]."""
@@ -62,7 +77,7 @@ class Mark:
     @property
     def is_held(self) -> bool:
         """Whether somebody can still go on with the job, or finish it."""
-        return self._estimate is None and (self._holder is None or self._holder() is not None)
+        return self._holder is None or self._holder() is not None
 
     def put(self, node: Any) -> None:
         """Mark a parameter's node."""

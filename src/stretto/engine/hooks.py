@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, jit, nn
 
 from stretto.engine import misuse
-from stretto.engine.holding import Mark, adding_node
+from stretto.engine.holding import LeftEstimate, Mark, adding_node
 from stretto.engine.instead import Instead
 from stretto.engine.settling import SettlingModel
 from stretto.errors import EstimateShown, OptimizerStepped
@@ -55,6 +55,20 @@ def _before_copies(model: nn.Module, call: Callable[[], None]) -> list[Any]:
 
     hooked = [module for module in model.modules() if not isinstance(module, jit.ScriptModule)]
     return [module.register_state_dict_pre_hook(_Hook(state_dict, before_copy=call)) for module in hooked]
+
+
+def shows_estimate(model: nn.Module) -> bool:
+    """Whether an ended job over this model or a part of it has left an estimate; forget estimates that are gone."""
+    is_shown = False
+    for module in model.modules():
+        for key, hook in list(module._state_dict_pre_hooks.items()):
+            left = hook.keywords.get("before_copy") if isinstance(hook, _Hook) else None
+            if isinstance(left, LeftEstimate):
+                if left.is_shown:
+                    is_shown = True
+                else:
+                    del module._state_dict_pre_hooks[key]
+    return is_shown
 
 
 class Hooks:
@@ -130,26 +144,16 @@ class Hooks:
             self._handles.append(member.register_load_state_dict_pre_hook(state))
 
     def unhook(self) -> None:
-        """Remove every hook from model and optimizer."""
+        """Remove every hook from model and optimizer; do nothing when an ended job is dropped later."""
+        if not self._handles:
+            return
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._user.shown == "estimate" or self._user.lacks_values:
-            self._leave_estimate()
-            return
         for node in self._nodes:
             self.mark.remove(node)
-
-    def _leave_estimate(self) -> None:
-        """Go on refusing copies, without the job; see Note [Estimates that stay] in `engine/holding.py`."""
-        self.mark.leave_estimate(self._user.parameters)
-        mark, nodes, where = self.mark, self._nodes, str(self._where)
-
-        def refuse_estimate() -> None:
-            if nodes and mark.shows_estimate:  # nodes live as long as this refers to them
-                raise misuse.estimate_left(where)
-
-        _before_copies(self._user.model, refuse_estimate)
+        if self._user.shown == "estimate" or self._user.lacks_values:
+            _before_copies(self._user.model, LeftEstimate(self._user.parameters, str(self._where)))
 
     def remove(self) -> None:
         """Remove every hook, and give the parameters their gradients' fields back."""
