@@ -55,11 +55,18 @@ def _graph(loss: Tensor) -> Iterator[Any]:
 
 
 def _factors(node: Any) -> list[Tensor]:
-    """The numbers that a node multiplies by, if they may be a scaler's: scalar tensors that are not trained."""
+    """The numbers that a node multiplies by, if they may be a scaler's: scalar tensors that are not trained.
+
+    A scaler keeps its factor in float32; a Python number in a user's loss becomes a tensor of 64 bits.
+    """
     if node.name() != "MulBackward0":
         return []
     factors = (getattr(node, "_saved_self", None), getattr(node, "_saved_other", None))
-    return [f for f in factors if f is not None and f.dim() == 0 and not f.requires_grad]
+    return [
+        f
+        for f in factors
+        if f is not None and f.dim() == 0 and f.dtype is torch.float32 and not f.requires_grad
+    ]
 
 
 def _scales() -> Iterator[float]:
