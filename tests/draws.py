@@ -10,12 +10,17 @@ EVERYTHING = os.environ.get("STRETTO_TESTS") == "all"
 FIRST_SEED = int(os.environ.get("STRETTO_FIRST_SEED", "0"))
 
 
-def draws(most: int, least: int = 2) -> range:
-    """Return the seeds of a law: `most` of them in `make test-all`, else a quarter, but `least` at the least.
+def seeds(count: int) -> range:
+    """Return the seeds of a law for `pytest.mark.parametrize`, which takes a quarter of them in `make test`.
 
     `make test-all` begins at a seed of the day. Pytest prints it first, and `STRETTO_FIRST_SEED` repeats it.
     """
-    return range(FIRST_SEED, FIRST_SEED + (most if EVERYTHING else max(least, most // 4)))
+    return range(FIRST_SEED, FIRST_SEED + count)
+
+
+def draws(most: int, least: int = 2) -> range:
+    """Return the seeds of a law inside one test: `most` in `make test-all`, else a quarter, but at least `least`."""
+    return seeds(most if EVERYTHING else max(least, most // 4))
 
 
 def part(cases: Iterable[T]) -> list[T]:

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from stretto.machine import share_of_cores, usable_cores
-from tests.draws import draws
+from tests.draws import seeds
 from tests.processes import run_ranks
 
 
@@ -37,7 +37,7 @@ def test_ranks_that_are_bound_to_cores_have_these_and_share_the_rest(
     assert [share_of_cores(own, cores_of_rank) for own in cores_of_rank] == expected
 
 
-@pytest.mark.parametrize("seed", draws(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_the_ranks_of_a_machine_have_together_every_core_that_one_of_them_may_use(seed: int) -> None:
     drawn = random.Random(seed)
     cores_of_rank = [drawn.sample(range(64), drawn.randrange(64)) for _ in range(seed + 1)]

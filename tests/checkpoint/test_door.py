@@ -15,7 +15,7 @@ import stretto as st
 from stretto import checkpoint
 from stretto.checkpoint import Held
 from stretto_lab.virtual import VirtualCluster
-from tests.draws import draws
+from tests.draws import seeds
 
 STRATEGIES = (
     st.ZeRO1(),
@@ -185,7 +185,7 @@ def through_files(change: Change, rank: int, group: Any, folder: Path) -> Outcom
     return outcome(other)
 
 
-@pytest.mark.parametrize("seed", draws(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_the_door_through_memory_ends_as_the_door_through_files(seed: int, tmp_path: Path) -> None:
     change = Change.drawn(seed)
     ways = [

@@ -24,7 +24,7 @@ from stretto.engine import Clock
 from stretto.strategies import STRATEGIES, DiLoCo, PAFTSync, Strategy
 from stretto.strategies.ledger import ledger_of
 from stretto_lab.virtual import Compute, VirtualCluster, parse_network
-from tests.draws import draws
+from tests.draws import draws, seeds
 
 JOBS: tuple[Strategy, ...] = (
     *(kind() for kind in STRATEGIES.values()),
@@ -306,7 +306,7 @@ def check(case: Case, folder: Path) -> None:
         assert torch.equal(after.weight, before.weight), case
 
 
-@pytest.mark.parametrize("seed", draws(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_every_batch_comes_once_all_end_together_and_a_checkpoint_goes_on_to_the_bit(
     seed: int, tmp_path: Path
 ) -> None:

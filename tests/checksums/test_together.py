@@ -13,7 +13,7 @@ from stretto import checksums
 from stretto.checksums import Seeds, Sums, compared, digest, digests, digests_of_rows, on_host
 from stretto.guards.repair import repairs
 from tests.checksums.sums import are_alike
-from tests.draws import draws
+from tests.draws import seeds
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool)
 
@@ -40,7 +40,7 @@ def drawn(draw: random.Random, count: int) -> list[Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("seed", draws(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_together_tensors_have_the_digests_and_sums_that_they_have_alone(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,7 +56,7 @@ def test_together_tensors_have_the_digests_and_sums_that_they_have_alone(
     assert compared(taken, tensors) == [(one, one) for one in alone]
 
 
-@pytest.mark.parametrize("seed", draws(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_any_damage_shows_in_the_digest_of_its_tensor_and_in_no_other(seed: int) -> None:
     draw = random.Random(seed)
     tensors = [tensor.contiguous() for tensor in drawn(draw, 6)]
@@ -71,7 +71,7 @@ def test_any_damage_shows_in_the_digest_of_its_tensor_and_in_no_other(seed: int)
     assert torch.equal(tensors[struck].view(-1).view(torch.uint8), before.view(-1).view(torch.uint8))
 
 
-@pytest.mark.parametrize("seed", draws(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_a_row_has_the_digest_of_its_bytes_and_seed_wherever_it_lies(seed: int) -> None:
     draw = random.Random(seed)
     count, length = draw.randint(1, 5), draw.choice([1, 8, 77, 4096, 70_001])

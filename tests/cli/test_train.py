@@ -25,7 +25,7 @@ from stretto_lab.recipes import recipe
 from stretto_lab.train.configuration import RunConfig
 from stretto_lab.train.outcome import Outcome
 from tests.cli.test_stops import from_nothing, with_imports_made
-from tests.draws import draws
+from tests.draws import seeds
 from tests.processes import Command, without_waits
 
 QUICK = ["digits-resnet", "--task.width", "4", "--task.batch", "8", "--evaluate-every", "3"]
@@ -236,7 +236,7 @@ def test_ctrl_c_lets_a_run_that_survives_losses_land_and_save_too() -> None:
     assert len([*Path("run", "checkpoints").iterdir()]) == 1
 
 
-@pytest.mark.parametrize("seed", draws(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_after_a_resume_shares_and_rates_are_of_what_they_say(
     seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

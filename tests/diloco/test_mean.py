@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import stretto as st
 from stretto_lab.virtual import VirtualCluster
-from tests.draws import draws
+from tests.draws import seeds
 
 RANKS = 3
 WIDTH = 64
@@ -55,7 +55,7 @@ def drawn(seed: int) -> st.DiLoCo:
     return st.DiLoCo(interval, fragments=fragments, delay=delay, mix=mix, keep_progress=keeps)
 
 
-@pytest.mark.parametrize("seed", draws(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_behind_every_update_the_settled_model_is_the_mean_of_all_replicas(seed: int) -> None:
     def program(rank: int, group: Any) -> list[tuple[Tensor, Tensor]]:
         parallel, found = new_job(drawn(seed), group), []
@@ -73,7 +73,7 @@ def test_behind_every_update_the_settled_model_is_the_mean_of_all_replicas(seed:
             torch.testing.assert_close(settled, mean, rtol=0, atol=ROUNDING)
 
 
-@pytest.mark.parametrize("seed", draws(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_what_is_saved_of_the_optimizer_is_the_mean_of_all_states(seed: int) -> None:
     def program(rank: int, group: Any) -> tuple[Tensor, Tensor]:
         parallel = new_job(drawn(seed), group)

@@ -14,7 +14,7 @@ from stretto.echo import Diagnosis
 from stretto.echo.text import parse_plan, plan_text
 from stretto.records import Update
 from stretto_lab.cli import main
-from tests.draws import draws
+from tests.draws import seeds
 from tests.echo.sources import Squares
 from tests.observe.updates import update
 
@@ -107,7 +107,7 @@ def random_diagnosis(seed: int) -> Diagnosis:
     return diagnose(job, job.train, batches=6, now=job.now)
 
 
-@pytest.mark.parametrize("seed", draws(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_advice_follows_from_the_verdict_and_nothing_else(seed: int) -> None:
     found = random_diagnosis(seed)
     helps = found.is_input_bound or found.waits

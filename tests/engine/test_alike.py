@@ -13,7 +13,7 @@ from stretto.engine.agreed import Agreement, Alike
 from stretto.optimizer import piece_states
 from stretto.strategies import Strategy
 from stretto_lab.virtual import VirtualCluster
-from tests.draws import draws
+from tests.draws import seeds
 
 WORLD_SIZE = 3
 
@@ -62,7 +62,7 @@ def are_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize("seed", draws(24))
+@pytest.mark.parametrize("seed", seeds(24))
 def test_replicas_that_are_united_are_equal(seed: int) -> None:
     strategy = drawn(seed)
 

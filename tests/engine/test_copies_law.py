@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 import stretto as st
 from stretto.errors import EstimateShown, UsageError
 from stretto.strategies import STRATEGIES as EVERY
-from tests.draws import draws
+from tests.draws import draws, seeds
 from tests.processes import run_ranks
 
 STRATEGIES: dict[str, Callable[[], st.Strategy]] = {
@@ -179,7 +179,7 @@ def train_plainly(model: nn.Module) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("seed", draws(120))
+@pytest.mark.parametrize("seed", seeds(120))
 def test_a_copy_of_the_model_equals_a_plain_one_and_is_independent_of_the_job(seed: int) -> None:
     one_case(seed, 0)
 
@@ -218,7 +218,7 @@ def refused_cases(seed: int) -> Iterator[tuple[str, str]]:
             yield what, how
 
 
-@pytest.mark.parametrize("seed", draws(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_a_copy_of_the_job_or_of_its_optimizer_is_refused_in_one_line_and_changes_nothing(seed: int) -> None:
     expected = Job(seed, 0).train(lambda _: None)
 

@@ -7,7 +7,7 @@ import pytest
 from stretto.engine.compute_lane import Course, Stage
 from stretto.engine.report import Vote
 from stretto.errors import OutOfTurn
-from tests.draws import draws
+from tests.draws import seeds
 
 STAGES = list(Stage)
 
@@ -24,7 +24,7 @@ def state(course: Course) -> dict[str, object]:
     return dict(vars(course))
 
 
-@pytest.mark.parametrize("seed", draws(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_stages_follow_each_other_in_one_order_only(seed: int) -> None:
     draw = random.Random(seed)
     num_rounds = draw.randint(1, 3)

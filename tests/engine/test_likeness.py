@@ -10,7 +10,7 @@ from torch import nn
 import stretto
 from stretto.engine.likeness import MOST_ROUNDS, ROUNDS
 from stretto_lab.virtual import VirtualCluster, VirtualGroup
-from tests.draws import draws
+from tests.draws import seeds
 
 STRATEGIES = (stretto.ZeRO1(), stretto.ACCO(), stretto.DDP(), stretto.DPU(), stretto.WeightPrediction())
 
@@ -50,7 +50,7 @@ def train(
     return [record.getMessage() for record in caplog.records if "same batches" in record.getMessage()]
 
 
-@pytest.mark.parametrize("seed", draws(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_exactly_the_ranks_that_share_their_batches_are_named(
     seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,7 +17,7 @@ from stretto.engine.buffers import (
     remain_finite,
 )
 from stretto.engine.statistics import moved
-from tests.draws import draws
+from tests.draws import seeds
 
 SPECIAL = (float("nan"), float("inf"), -float("inf"), -0.0)
 SHAPES = ((), (0,), (1,), (5,), (3, 4), (2, 1, 3))
@@ -67,7 +67,7 @@ def are_same_bits(left: Buffer, right: Buffer) -> bool:
     return left.contiguous().view(-1).view(torch.uint8).equal(right.contiguous().view(-1).view(torch.uint8))
 
 
-@pytest.mark.parametrize("seed", draws(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_what_is_found_side_by_side_is_what_is_found_one_by_one(seed: int) -> None:
     draw = random.Random(seed)
     agreed = [drawn(draw) for _ in range(draw.randint(1, 12))]

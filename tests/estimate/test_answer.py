@@ -14,7 +14,7 @@ from stretto_lab.cli import main
 from stretto_lab.cli.estimate import print_estimate
 from stretto_lab.estimate import EstimateConfig, estimate
 from stretto_lab.evidence import of_strategy
-from tests.draws import draws
+from tests.draws import seeds
 from tests.terminal import print_on_a_terminal
 
 WORDS = "--parameters 124M --update-seconds 1.0 --ranks 4 --network 1gbit"
@@ -58,7 +58,7 @@ def test_it_fits_a_terminal_and_says_what_is_sent(
     assert "sends 744 MB per rank" in shown.replace("\n", " ")  # 8 bytes · 124 million · 3/4
 
 
-@pytest.mark.parametrize("seed", draws(24))
+@pytest.mark.parametrize("seed", seeds(24))
 def test_every_cell_stands_under_its_heading_and_a_row_fits_a_terminal(
     seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,7 +84,7 @@ def test_the_choice_is_no_slower_than_the_default_and_exact_where_nothing_is_gai
         assert choice == rows[0]
 
 
-@pytest.mark.parametrize("seed", draws(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_averages_are_chosen_where_their_measured_loss_is_allowed_and_no_sooner(seed: int) -> None:
     draw = random.Random(seed)
     ranks, seconds = draw.choice([2, 4, 8, 32, 64]), 10 ** draw.uniform(-2, 1)

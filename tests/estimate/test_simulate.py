@@ -15,7 +15,7 @@ from stretto_lab.observe import read_json_lines
 from stretto_lab.recipes import MicroBatches, Task
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.simulation import SimulateConfig, simulate
-from tests.draws import draws
+from tests.draws import seeds
 from tests.train.tiny import Plane, Points, heldout_loss, quadrant_loss
 
 CLOSE = 0.1
@@ -57,7 +57,7 @@ class Wide:
         )
 
 
-@pytest.mark.parametrize("seed", draws(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_a_random_job_takes_as_long_as_in_a_simulation(seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)
     arm, width = parse_arm(ARMS[seed % len(ARMS)]), draw.randrange(4_000, 16_000)

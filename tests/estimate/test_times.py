@@ -10,7 +10,7 @@ from stretto.link import Link
 from stretto_lab.estimate.times import ELEMENT_BYTES, Work, time_of
 from stretto_lab.plan import Machine, price
 from stretto_lab.train.arms import parse_arm
-from tests.draws import draws
+from tests.draws import seeds
 
 CLOSE = 0.1
 ARMS = (
@@ -25,7 +25,7 @@ ARMS = (
 )
 
 
-@pytest.mark.parametrize("seed", draws(24))
+@pytest.mark.parametrize("seed", seeds(24))
 def test_an_update_takes_what_it_takes_in_virtual_time(seed: int) -> None:
     draw = random.Random(seed)
     arm = parse_arm(f"{ARMS[seed % len(ARMS)]}:wire={draw.choice(sorted(WIRES))}")

@@ -7,12 +7,12 @@ import pytest
 from stretto.exchange import onward
 from stretto.exchange.onward import passing_on
 from stretto_lab.virtual import VirtualCluster, VirtualGroup
-from tests.draws import draws
+from tests.draws import seeds
 
 PART_BYTES = 8
 
 
-@pytest.mark.parametrize("seed", draws(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_every_rank_gets_just_what_others_have_given_to_it(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

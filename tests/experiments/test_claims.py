@@ -18,7 +18,7 @@ from instructions import Instructions
 
 from stretto.errors import ConfigError
 from stretto_lab.recipes.text import IGNORED, BytePairs
-from tests.draws import draws
+from tests.draws import seeds
 
 PAPERS, RECORDS = claims.load()
 EVERY = pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
@@ -135,7 +135,7 @@ def test_one_seed_and_no_seed_decide_nothing() -> None:
     assert judge(None, effect(least=0)) is Verdict.UNCHECKED
 
 
-@pytest.mark.parametrize("seed", draws(50))
+@pytest.mark.parametrize("seed", seeds(50))
 def test_a_verdict_is_the_same_from_the_other_side_and_a_narrower_interval_never_changes_sides(
     seed: int,
 ) -> None:

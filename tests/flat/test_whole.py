@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from stretto.flat import ALIGNMENT, Layout, plan_layout
-from tests.draws import draws
+from tests.draws import seeds
 from tests.flat.test_layout import Shapes
 
 
@@ -41,7 +41,7 @@ def aligned(numel: int) -> int:
     return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
-@pytest.mark.parametrize("seed", draws(200))
+@pytest.mark.parametrize("seed", seeds(200))
 def test_whole_tensors_lie_in_one_slice_each_and_padding_is_bounded(seed: int) -> None:
     draw = random.Random(seed)
     shapes = random_shapes(draw)
@@ -71,7 +71,7 @@ def test_whole_tensors_lie_in_one_slice_each_and_padding_is_bounded(seed: int) -
         assert flat.numel <= max(world_size * ALIGNMENT, content + (world_size - 1) * largest)
 
 
-@pytest.mark.parametrize("seed", draws(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_groups_cut_in_different_ways_have_sets_of_their_own(seed: int) -> None:
     draw = random.Random(seed)
     shapes = [*random_shapes(draw), (3, 5)]

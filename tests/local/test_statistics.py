@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import stretto as st
 from stretto import checkpoint
 from stretto_lab.virtual import VirtualCluster
-from tests.draws import draws
+from tests.draws import seeds
 
 RANKS = 3
 UPDATES = 14
@@ -55,7 +55,7 @@ def statistics(model: nn.Module) -> Tensor:
     return torch.cat([buffer.flatten() for buffer in model.buffers() if buffer.is_floating_point()]).clone()
 
 
-@pytest.mark.parametrize("seed", draws(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_behind_every_update_the_settled_ones_are_the_mean_of_what_ranks_hold(seed: int) -> None:
     strategy = drawn(random.Random(seed))
 
@@ -75,7 +75,7 @@ def test_behind_every_update_the_settled_ones_are_the_mean_of_what_ranks_hold(se
             assert (settled - mean).abs().max() < ROUNDING
 
 
-@pytest.mark.parametrize("seed", draws(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_a_round_that_is_left_out_takes_nothing_else_with_it(seed: int) -> None:
     # Until the first average a rank's statistics are those of a model that nobody shares.
     draw = random.Random(seed)
@@ -106,7 +106,7 @@ def test_a_round_that_is_left_out_takes_nothing_else_with_it(seed: int) -> None:
         assert (averaged[2:] - mean).abs().max() < ROUNDING
 
 
-@pytest.mark.parametrize("seed", draws(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_a_checkpoint_gives_every_rank_its_own_back(seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)
     strategy, saved_at, bad = drawn(draw), draw.randrange(1, UPDATES - 2), draw.randrange(UPDATES)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import stretto as st
 from stretto.errors import UsageError
-from tests.draws import draws
+from tests.draws import seeds
 
 Scale = Callable[[torch.amp.GradScaler, Tensor], Tensor]
 FORMS: dict[str, Scale] = {
@@ -50,7 +50,7 @@ def test_a_scaled_loss_is_refused_and_the_scaler_named(form: str, seed: int) -> 
         way(parallel, loss)
 
 
-@pytest.mark.parametrize("seed", draws(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_any_other_factor_is_the_users_own_also_where_a_scaler_lives(seed: int) -> None:
     draw = random.Random(seed)
     factor = 2.0 ** draw.randint(1, 24)

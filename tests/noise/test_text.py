@@ -14,7 +14,7 @@ from stretto_lab.faults import Fault, FaultPlan
 from stretto_lab.page import ReportConfig, report
 from stretto_lab.train.configuration import CompareConfig, RunConfig
 from stretto_lab.train.simulation import SimulateConfig
-from tests.draws import draws
+from tests.draws import seeds
 
 
 def drawn(seed: int) -> Noise:
@@ -30,7 +30,7 @@ def drawn(seed: int) -> Noise:
     )
 
 
-@pytest.mark.parametrize("seed", draws(50))
+@pytest.mark.parametrize("seed", seeds(50))
 def test_noise_is_read_as_it_is_shown(seed: int) -> None:
     assert parse_noise(str(drawn(seed))) == drawn(seed)
 

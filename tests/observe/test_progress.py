@@ -15,7 +15,7 @@ from stretto.records import Incident
 from stretto_lab.observe import Header, Progress, Stages
 from stretto_lab.observe.progress import CURVE_WIDTH, LANDING, Curve
 from stretto_lab.patience import clock
-from tests.draws import draws
+from tests.draws import seeds
 from tests.observe.updates import update
 from tests.terminal import print_on_a_terminal
 
@@ -76,7 +76,7 @@ def test_a_run_that_time_ends_shows_the_time_left(
     assert capsys.readouterr().out.splitlines()[-1].endswith(left)
 
 
-@pytest.mark.parametrize("seed", draws(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_a_run_that_data_end_shows_their_share_and_the_time_left_by_its_rate(
     seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,7 +173,7 @@ def test_a_title_of_any_length_leaves_the_frame_as_wide_as_it_is(kind: str) -> N
         assert shown.startswith(title[: width - 10].rstrip("─ ")), (title, first)
 
 
-@pytest.mark.parametrize("seed", draws(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_the_panel_of_a_stage_says_what_is_done_and_how_far(seed: int) -> None:
     draw = random.Random(seed)
     what = " ".join("x" * draw.randint(1, 9) for _ in range(draw.randint(1, 20)))

@@ -10,7 +10,7 @@ from torch import Tensor, optim
 
 from stretto import ACCO, DDP, ZeRO1
 from stretto.errors import UnsupportedOptimizer
-from tests.draws import draws
+from tests.draws import seeds
 from tests.optimizer.bowls import Bowls, assert_equal, groups_of, plain, trained
 from tests.optimizer.written import ELEMENT_WISE, WHOLE, Written
 
@@ -83,7 +83,7 @@ class Drawn(Written):
         p.sub_(group["lr"] * (RULES[group["rule"]](p, average) if acts else average))
 
 
-@pytest.mark.parametrize("seed", draws(120))
+@pytest.mark.parametrize("seed", seeds(120))
 def test_an_optimizer_with_a_drawn_rule_is_right_or_refused(seed: int) -> None:
     draw = random.Random(seed)
     settings = [

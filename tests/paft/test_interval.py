@@ -19,7 +19,7 @@ from stretto.records import Update
 from stretto.strategies.contract import Divergence
 from stretto_lab.faults import Fault, FaultyGroup, Injector
 from stretto_lab.virtual import VirtualCluster
-from tests.draws import draws
+from tests.draws import seeds
 from tests.paft.noisy import NUMEL, flat, noise, train
 from tests.processes import run_program
 
@@ -135,7 +135,7 @@ def records(
     return found
 
 
-@pytest.mark.parametrize("seed", draws(16))
+@pytest.mark.parametrize("seed", seeds(16))
 def test_the_interval_is_signal_over_noise_whatever_the_model_and_the_optimizer(seed: int) -> None:
     """Within a factor of 1.5, from 16 updates on, where ‖g‖ / σ is 2 or more, or below 1.3.
 

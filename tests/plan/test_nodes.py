@@ -11,7 +11,7 @@ from stretto.groups import Link
 from stretto_lab.plan import Machine, PlanConfig, price, rank_by_time
 from stretto_lab.recipes import DigitsResNet
 from stretto_lab.train.arms import parse_arm
-from tests.draws import draws
+from tests.draws import seeds
 from tests.plan.machine import BUCKET_BYTES, MACHINE, seconds
 
 
@@ -32,7 +32,7 @@ def test_what_crosses_between_nodes_is_divided_by_their_ranks_on_two_levels(node
     assert seconds(by_node, machine) == pytest.approx(max(compute, crossing + lane), rel=0.01)
 
 
-@pytest.mark.parametrize("seed", draws(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_an_exchange_on_two_levels_takes_the_longer_level_and_a_bucket_of_the_other(seed: int) -> None:
     """max(a, b) + min(a, b) / K for K buckets, with a = P·(1 - 1/M) between nodes and b = p·(1 - 1/L) inside. The
     report of a round and alignment are within a hundredth."""

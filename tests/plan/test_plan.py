@@ -23,7 +23,7 @@ from stretto_lab.recipes import DigitsResNet
 from stretto_lab.recipes.own import own_recipe
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.launch import LocalRanks
-from tests.draws import draws
+from tests.draws import seeds
 from tests.plan.machine import BUCKET_BYTES, MACHINE, seconds
 from tests.terminal import print_on_a_terminal
 
@@ -67,7 +67,7 @@ def test_jitter_costs_what_the_slowest_of_all_ranks_lags_behind() -> None:
         assert lag(ranks) / of_two == pytest.approx(slowest * math.sqrt(math.pi), rel=0.1)
 
 
-@pytest.mark.parametrize("seed", draws(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_a_free_link_and_more_ranks_that_jitter_never_make_an_update_cheaper(seed: int) -> None:
     """Every rank of `ddp` steps all parameters, so only what it waits for the others grows."""
     draw = random.Random(seed)

@@ -20,7 +20,7 @@ from stretto_lab.plan.twin import Twin
 from stretto_lab.recipes import DigitsResNet, MicroBatches, Task
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.simulation import SimulateConfig, simulate
-from tests.draws import draws
+from tests.draws import seeds
 from tests.plan.machine import BUCKET_BYTES, MACHINE
 from tests.terminal import print_on_a_terminal
 from tests.train.tiny import Plane, quadrant_loss
@@ -70,7 +70,7 @@ def machine_of(
     ).with_ranks(ranks, slow)
 
 
-@pytest.mark.parametrize("seed", draws(14))
+@pytest.mark.parametrize("seed", seeds(14))
 def test_a_price_is_within_a_tenth_of_what_a_simulation_takes_over_random_ranks_links_and_clocks(
     seed: int,
 ) -> None:

@@ -12,7 +12,7 @@ from stretto import Total, errors
 from stretto_lab.recipes.batches import MicroBatches, reshard
 from stretto_lab.recipes.blocks import Packed, Streams
 from stretto_lab.recipes.text import BytePairs
-from tests.draws import draws
+from tests.draws import seeds
 from tests.processes import Command
 
 SAMPLES, SIZE, SEED = 23, 3, 5
@@ -85,7 +85,7 @@ def test_ranks_that_are_unequally_far_keep_their_own_places_at_the_same_world_si
     assert [reshard(states, rank, 2)["consumed"] for rank in range(2)] == [7, 3]
 
 
-@pytest.mark.parametrize("seed", draws(100))
+@pytest.mark.parametrize("seed", seeds(100))
 def test_whoever_comes_and_goes_every_micro_batch_is_taken_once(seed: int) -> None:
     rng = random.Random(seed)
     end, taken = 60, []
@@ -103,7 +103,7 @@ def test_whoever_comes_and_goes_every_micro_batch_is_taken_once(seed: int) -> No
     assert sorted(taken) == sorted(take(loader(), end))
 
 
-@pytest.mark.parametrize("seed", draws(50))
+@pytest.mark.parametrize("seed", seeds(50))
 def test_an_update_has_the_same_samples_on_any_number_of_ranks(seed: int) -> None:
     rng = random.Random(seed)
     total = Total(rng.randint(5, 9))
@@ -167,7 +167,7 @@ def packed(rank: int, ranks: int) -> Packed:
     return Packed(streams, length=8, size=1, rank=rank, world_size=ranks, seed=SEED)
 
 
-@pytest.mark.parametrize("seed", draws(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_a_parcel_that_was_begun_is_gone_on_with_by_whoever_gets_it(seed: int) -> None:
     rng = random.Random(seed)
     blocks: list[tuple[int, ...]] = []

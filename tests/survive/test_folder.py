@@ -11,7 +11,7 @@ import stretto as st
 from stretto.errors import CheckpointError
 from stretto.survive.folder import Folder
 from stretto.survive.shares import Generation, Share
-from tests.draws import draws
+from tests.draws import seeds
 
 NAMES = (
     "film.mkv.part", ".part", "part", "was-whole", "notes.txt", "tmpab12cd.part", "1-2-ab.0-of-2.part", "model.pt",
@@ -54,7 +54,7 @@ def seen(folder: Path) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("seed", draws(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_nothing_foreign_is_touched(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     for case in range(250):

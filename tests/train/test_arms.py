@@ -11,7 +11,7 @@ from stretto.fields import field_types, named_settings
 from stretto.strategies import ACCO, STRATEGIES, Average, DiLoCo, LocalSGD, Strategy
 from stretto_lab.train.arms import parse_arm, parse_arms, parse_clock, parse_learning_rates, split_list
 from stretto_lab.train.configuration import CompareConfig, Job, RunConfig
-from tests.draws import draws
+from tests.draws import seeds
 from tests.train.tiny import Tiny
 
 
@@ -57,7 +57,7 @@ def test_a_number_that_comes_first_is_the_first_option(text: str, expected: Stra
     assert parse_arm(text).strategy() == expected
 
 
-@pytest.mark.parametrize("seed", draws(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_what_a_text_was_resolved_to_says_all_options_and_the_same(seed: int) -> None:
     draw = random.Random(seed)
     name = draw.choice([name for name in STRATEGIES if name not in ("paft-dyn",)])

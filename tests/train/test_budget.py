@@ -20,7 +20,7 @@ from stretto_lab.train.configuration import RunConfig
 from stretto_lab.train.handle import check_run
 from stretto_lab.train.outcome import Outcome
 from stretto_lab.train.simulation import SimulateConfig, simulate
-from tests.draws import draws
+from tests.draws import seeds
 from tests.recipes.files import Killed, kill_at, train_virtually
 from tests.train import tiny
 from tests.train.runs import model_bits, records, tiny_run, train
@@ -44,7 +44,7 @@ def test_all_strategies_are_tried() -> None:
     assert {part for text in STAYING for part in STRATEGIES if part in text} == set(STRATEGIES) - {"compute"}
 
 
-@pytest.mark.parametrize("case", draws(8))
+@pytest.mark.parametrize("case", seeds(8))
 def test_fixed_counts_end_as_the_corresponding_updates_do_to_the_bit(case: int, tmp_path: Path) -> None:
     draw = random.Random(case)
     ranks, micro_batches, batch, updates = (draw.randint(*ends) for ends in ((1, 4), (2, 4), (4, 9), (4, 8)))
@@ -65,7 +65,7 @@ def test_fixed_counts_end_as_the_corresponding_updates_do_to_the_bit(case: int, 
     assert by_samples[0][0].fresh_samples == sum(record["fresh_samples"] for record in by_samples[1])
 
 
-@pytest.mark.parametrize("case", draws(16))
+@pytest.mark.parametrize("case", seeds(16))
 def test_a_run_ends_with_the_first_update_at_or_beyond_or_where_it_overlaps_one_later(
     case: int, tmp_path: Path
 ) -> None:

@@ -34,7 +34,7 @@ from stretto import (
 from stretto.echo import Plan
 from stretto.strategies import Strategy
 from stretto_lab.virtual import Compute, VirtualCluster, VirtualGroup, VirtualStore, parse_network
-from tests.draws import draws
+from tests.draws import seeds
 from tests.echo.sources import Numbers
 
 STEP_NS = 10_000_000
@@ -143,7 +143,7 @@ def decided(
     return alone(program)
 
 
-@pytest.mark.parametrize("seed", draws(8))
+@pytest.mark.parametrize("seed", seeds(8))
 @pytest.mark.parametrize("pool", [1, 3, 8])
 @pytest.mark.parametrize("max_uses", [1, 2, 5])
 def test_reactive_uses_stay_within_their_bounds_on_any_store(seed: int, pool: int, max_uses: int) -> None:

@@ -12,7 +12,7 @@ import stretto as st
 from stretto.errors import PeerFailed, ReplicaNonFinite, WorkerDisagrees
 from stretto_lab.virtual import Compute, VirtualCluster
 from tests.diloco.jobs import start
-from tests.draws import draws
+from tests.draws import seeds
 from tests.exactness.jobs import (
     Case,
     build_model,
@@ -86,7 +86,7 @@ def courses(seed: int) -> tuple[Case, int, int]:
     return case, nodes, per_node
 
 
-@pytest.mark.parametrize("seed", draws(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_ranks_of_a_node_are_the_same_after_every_update(seed: int) -> None:
     case, nodes, per_node = courses(seed)
     chosen = with_nodes(case, per_node)
