@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -45,6 +46,7 @@ def alone(rank: int, folder: str) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_who_waits_for_a_checkpoint_alone_is_told_so(tmp_path: Path) -> None:
     for case, *both in zip(CASES, *run_ranks(2, alone, str(tmp_path)), strict=True):
         caller = case[2]

@@ -37,6 +37,7 @@ def saved(rank: int, directory: str, world_size: int, names: list[str]) -> dict[
     return expected
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_bare_model_and_a_plain_optimizer_read_every_strategy(world_size: int, tmp_path: Path) -> None:
     expected = run_ranks(world_size, saved, str(tmp_path), world_size, NAMES)[0]
@@ -128,6 +129,7 @@ def through_plain_tools(rank: int, directory: str, world_size: int) -> None:
         fresh.train(SAVED_AT + 1)
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_state_dict_goes_through_plain_save_and_load(world_size: int, tmp_path: Path) -> None:
     run_ranks(world_size, through_plain_tools, str(tmp_path), world_size)

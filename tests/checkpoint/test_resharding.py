@@ -61,6 +61,7 @@ def straight() -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_another_world_size_goes_on_within_rounding(
     before: int, after: int, straight: list[dict[str, Tensor]], tmp_path: Path

@@ -119,6 +119,7 @@ def held(parallel: stretto.DataParallel) -> list[Any]:
     ]
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_settings_and_extra_states_come_back_as_they_were_and_training_goes_on_to_the_bit(
     world_size: int, tmp_path: Path

@@ -48,6 +48,7 @@ def test_arms_run_in_turns_and_leave_records_and_a_table(capsys: pytest.CaptureF
     assert re.search(r" of +held-out.*\n.* compute ", shown)
 
 
+@pytest.mark.long
 def test_arms_race_to_a_loss_and_those_that_do_not_reach_it_say_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

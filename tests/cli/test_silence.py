@@ -187,6 +187,7 @@ def test_what_patience_says_is_one_line_unless_a_terminal_is_narrower(
         assert shown.splitlines() == texts
 
 
+@pytest.mark.long
 def test_who_asks_for_help_hears_what_is_waited_for_beside_the_help() -> None:
     hurried = "from stretto_lab import patience; patience.SECONDS = 0.05"
     asks = f"{hurried}; from stretto_lab.cli import main; main(['train', '--help'])"

@@ -38,6 +38,7 @@ def with_imports_made(words: list[str]) -> Command:
     return Command("-m", "stretto", *words)
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(
     ("words", "line", "number", "code", "last"),
     [
@@ -64,6 +65,7 @@ def test_a_stop_signal_to_all_processes_ends_them_without_a_traceback(
     assert command.returncode in ((code,) if number == signal.SIGINT else (code, -number))
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("line", ["loading PyTorch", "update 1/"])
 def test_a_command_whose_output_nobody_reads_ends_in_one_line(line: str) -> None:
     with started(TRAIN, line) as command:

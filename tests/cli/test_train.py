@@ -80,6 +80,7 @@ def test_the_end_says_what_to_do_next(finished: tuple[Path, list[str]]) -> None:
     ]
 
 
+@pytest.mark.long
 def test_a_launcher_of_torch_starts_the_same_run() -> None:
     quick = [TINY, "--updates", "4", "--no-tensorboard"]
     assert main(["train", *quick, "--run-dir", "ours"]) == 0
@@ -187,6 +188,7 @@ def test_a_rank_that_is_hit_again_and_again_is_left_out_and_the_run_ends_well(
     assert len(read_json_lines(Path("run", "incidents.jsonl"))) == 3
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(
     ("begin", "loading", "every", "last"),
     [

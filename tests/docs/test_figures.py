@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.figures import FIGURES, draw
 
 
+@pytest.mark.long
 def test_the_figures_are_drawn_from_the_data_of_today() -> None:
     draw(Path())
     drawn = {file.name: file.read_bytes() for file in Path().glob("*.svg")}

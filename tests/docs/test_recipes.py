@@ -23,6 +23,7 @@ PAGE = DOCS / "recipes.md"
 MARKER = "tests/docs/test_recipes.py"
 
 
+@pytest.mark.long
 def test_the_commands_of_the_page_train_its_recipe(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

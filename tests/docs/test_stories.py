@@ -63,6 +63,7 @@ def test_the_first_choice_that_a_story_tells_is_that_of_its_estimate(story: str,
     assert first.options == choice
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("files")
 def test_two_homes_train_alike() -> None:
     plain, hidden, launched = runs("two-homes")

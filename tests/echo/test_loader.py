@@ -371,6 +371,7 @@ print(next(batches))
 """
 
 
+@pytest.mark.long
 def test_a_read_that_never_returns_does_not_keep_the_interpreter() -> None:
     command = [sys.executable, "-W", "always", "-c", ABANDONED]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +31,7 @@ for _ in range(100):
 """
 
 
+@pytest.mark.long
 def test_both_interpreters_end_after_one_raised_in_mid_flight_and_the_other_was_silent() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.processes import Command
 
 SCRIPT = """
@@ -30,6 +32,7 @@ except stretto.StrettoError as error:
 """
 
 
+@pytest.mark.long
 def test_the_survivor_of_a_killed_rank_ends_and_names_it() -> None:
     Path("script.py").write_text(SCRIPT)
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

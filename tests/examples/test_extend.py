@@ -81,6 +81,7 @@ def test_the_strategy_trains_from_the_command_line_under_a_guard_that_acco_canno
     assert [record["step"] for record in records("run/updates.jsonl")] == [1, 2, 3]
 
 
+@pytest.mark.long
 def test_the_guard_keeps_its_promise(load: Any) -> None:
     kind = load("guard").Alarm
     promise = Damage(site="masters", outcome="reported")

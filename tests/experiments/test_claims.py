@@ -295,6 +295,7 @@ def test_a_record_is_run_judged_and_resumed(
     assert "to make" not in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_same_command_takes_the_papers_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, draw = tmp_path / "cifar-10-batches-bin", random.Random(0)
     data.mkdir()

@@ -25,6 +25,7 @@ def test_that_differs():
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
 def test_a_difference_is_told_with_its_reason_and_ends_in_an_error_without_one(tmp_path: Path) -> None:
     folder = tmp_path / "tests" / "tests_pytorch"

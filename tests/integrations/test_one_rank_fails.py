@@ -210,7 +210,7 @@ def in_transformers(rank: int) -> list[tuple[Case, str, float]]:
     return found
 
 
-@pytest.mark.long(keep=1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "program",
     [

@@ -137,6 +137,7 @@ def run_the_page(rank: int) -> tuple[str, int]:
     return names["chosen"].arm.text, names["parallel"].world_size
 
 
+@pytest.mark.long
 def test_the_example_of_the_page_runs() -> None:
     ranks = run_ranks(WORLD_SIZE, run_the_page)
     assert ranks[0] == ranks[1]

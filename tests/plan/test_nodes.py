@@ -19,6 +19,7 @@ def on_nodes(ranks: int, each: int, **changes: Any) -> Machine:
     return dataclasses.replace(MACHINE, ranks=ranks, ranks_per_node=each, **changes)
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(("nodes", "each"), [(2, 2), (2, 8), (3, 2), (8, 4)])
 def test_what_crosses_between_nodes_is_divided_by_their_ranks_on_two_levels(nodes: int, each: int) -> None:
     """A node's ranks share its link. On one level L·P·(1 - 1/M) values leave it to be summed, and P·(1 - 1/(L·M)) in
@@ -59,6 +60,7 @@ def test_an_exchange_on_two_levels_takes_the_longer_level_and_a_bucket_of_the_ot
     assert found == pytest.approx(2 * once, rel=0.01)  # a sum and a gather
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(("nodes", "each"), [(2, 2), (3, 8)])
 def test_bytes_of_two_levels_are_those_of_the_page_on_nodes(nodes: int, each: int) -> None:
     machine, parameters = on_nodes(nodes * each, each), MACHINE.parameters
@@ -75,12 +77,14 @@ def test_bytes_of_two_levels_are_those_of_the_page_on_nodes(nodes: int, each: in
         )  # a twin's records are as long as the job's
 
 
+@pytest.mark.long
 def test_a_link_inside_nodes_that_is_slow_has_its_price() -> None:
     slow = on_nodes(4, 2, inside=Link(bits_per_second=1e8))
     for arm in ("zero1:ranks_per_node=2", "diloco:worker=node:ranks_per_node=2"):
         assert seconds(arm, slow) > 1.2 * seconds(arm, on_nodes(4, 2))
 
 
+@pytest.mark.long
 def test_a_job_on_nodes_is_ranked_on_both_levels_unless_it_has_chosen() -> None:
     machine = on_nodes(4, 2, link=Link(bits_per_second=1e7))
     open_, chosen = (

@@ -67,6 +67,7 @@ def test_jitter_costs_what_the_slowest_of_all_ranks_lags_behind() -> None:
         assert lag(ranks) / of_two == pytest.approx(slowest * math.sqrt(math.pi), rel=0.1)
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("seed", seeds(8))
 def test_a_free_link_and_more_ranks_that_jitter_never_make_an_update_cheaper(seed: int) -> None:
     """Every rank of `ddp` steps all parameters, so only what it waits for the others grows."""
@@ -126,6 +127,7 @@ def test_packing_is_priced_for_the_ranks_of_a_plan() -> None:
     assert dearer == pytest.approx(0.2 + machine.step_seconds * (1 / 64 - 1 / 2))
 
 
+@pytest.mark.long
 def test_a_plan_says_where_a_core_is_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
     for rate, is_core in ((1e6, False), (1e9, True)):
         machine = dataclasses.replace(MACHINE, link=Link(bits_per_second=rate), cores=1.0)
@@ -300,6 +302,7 @@ def test_a_run_takes_the_choice_and_its_resume_keeps_to_it(capfd: pytest.Capture
     assert "pricing" in capfd.readouterr().out
 
 
+@pytest.mark.long
 def test_a_run_over_files_begins_in_an_empty_folder_and_the_same_command_goes_on_with_its_choice(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

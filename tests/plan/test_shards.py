@@ -50,6 +50,7 @@ def test_a_plan_for_other_ranks_counts_nodes_and_shares_their_link_among_shards(
         planned(SHARDED, ranks=(10,))
 
 
+@pytest.mark.long
 def test_the_first_line_says_how_to_train_so() -> None:
     text = recommendation(rank_by_time(SHARDED, micro_batches=4, prices_all=False, clock=None))
     assert text.startswith("8 ranks on nodes of 4 shards: use --shard 4 --strategy ")

@@ -147,6 +147,7 @@ def heterogeneous(wire: str, **others: Any) -> Ranking:
     return rank_by_time(machine, micro_batches=4, bucket_bytes=2**22, wire=wire, **others)
 
 
+@pytest.mark.long
 def test_where_one_rank_is_three_times_as_slow_acco_by_the_clock_is_recommended_and_its_batch_told() -> None:
     ranking = heterogeneous("fp32")
     choice = ranking.choice
@@ -164,6 +165,7 @@ def test_where_one_rank_is_three_times_as_slow_acco_by_the_clock_is_recommended_
     assert [one.micro_batches for one in ranking.by_count()] == [2, 4, 8, 16]
 
 
+@pytest.mark.long
 def test_a_clock_is_looked_at_where_ranks_are_unequal_or_the_job_has_one() -> None:
     def clocks(ranking: Ranking) -> set[Any]:
         return {

@@ -231,6 +231,7 @@ def test_a_tokenizer_is_trained_once_and_then_read_from_the_folder_of_the_run(fi
     assert replace(options, tokenizer=str(files / "tokens")).kept_in("run").own_tokens.folder is None
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_to_the_same_bits(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_over(over(files / "stories.jsonl"), strategy="acco")
     expect_same_bits_after_a_kill(run, monkeypatch, "stretto_lab.recipes.language.next_token_loss", 15)

@@ -25,6 +25,7 @@ def losses(folder: str) -> list[float]:
     return [record["loss"] for record in read_json_lines(Path(folder, "updates.jsonl"))]
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_two_ranks_train_as_one_and_a_killed_run_goes_on_to_the_bit(
     name: LanguageOptimizer, monkeypatch: pytest.MonkeyPatch

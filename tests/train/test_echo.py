@@ -23,6 +23,7 @@ def uses(written: list[dict[str, Any]]) -> list[int]:
     return [use for record in written for use in record["uses"]]
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(
     ("strategy", "echo"), [("acco", "even:uses=2.5"), ("zero1", "bernoulli:p=linear(1,0.3)")]
 )

@@ -68,7 +68,7 @@ def test_a_killed_run_of_shards_resumes_to_the_bit_and_goes_on_with_whole_models
     assert (outcome.resumed_from, outcome.updates) == (10, 12)
 
 
-@pytest.mark.long(keep=1)
+@pytest.mark.long
 @pytest.mark.parametrize("lora", [[], ["--task.lora-rank", "2"]], ids=["whole", "lora"])
 def test_the_language_recipe_trains_on_shards_and_publishes_what_it_has_trained(
     lora: list[str], capsys: pytest.CaptureFixture[str]
