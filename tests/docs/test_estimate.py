@@ -1,13 +1,13 @@
-"""The README's table of real jobs is what `stretto estimate` says, and the table of wires what it rests on."""
+"""The calculator's table of real jobs is what `stretto estimate` says, and the table of wires what it rests on."""
 
 from stretto import ACCO, ZeRO1
 from stretto.exchange import WIRES
 from stretto_lab.estimate import EstimateConfig, estimate
 from stretto_lab.estimate.times import ELEMENT_BYTES, kept_by_wire
 from stretto_lab.evidence import OF_WIRES
-from tests.docs.pages import DOCS, README, table
+from tests.docs.pages import DOCS, table
 
-TABLE = table(README, "tests/docs/test_estimate.py")
+TABLE = table(DOCS / "calculator.md", "tests/docs/test_estimate.py")
 
 
 def test_every_row_is_what_the_command_says() -> None:
