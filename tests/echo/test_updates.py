@@ -16,6 +16,7 @@ from stretto import Auto, Bernoulli, DataParallel, EchoLoader, EchoOptions, Even
 from stretto.checksums import digest
 from stretto.echo import Cosine, Linear, Plan
 from stretto.engine import Clock
+from stretto.errors import ConfigError
 from stretto.strategies import ACCO, DDP, STRATEGIES, Strategy
 from stretto_lab.virtual import Compute, VirtualCluster, VirtualGroup, VirtualStore, parse_network
 from tests.draws import draws
@@ -286,6 +287,41 @@ def test_whatever_a_loader_says_of_its_length_the_same_batches_meet_the_same_par
         without = use(seed, knows=False)
         assert doubles(without) == [], seed
         assert use(seed, knows=True) == without, seed
+
+
+@pytest.mark.parametrize("told", [None, 1, 2, 4])
+@pytest.mark.parametrize("micro_batches", [1, 2, 4, Clock(maximum=3)], ids=str)
+def test_a_loop_without_feed_computes_nothing_twice_or_is_told_what_to_write(
+    told: int | None, micro_batches: int | Clock
+) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    strategy = ACCO() if isinstance(micro_batches, Clock) else DDP()
+    parallel = DataParallel(model, optimizer, strategy, micro_batches=micro_batches)
+    batches = iter(Passes(8, 8))
+    loader, seen = EchoLoader(list(batches), Even(3), options=EchoOptions(micro_batches=told)), Seen()
+    try:
+        for batch in loader:
+            seen.append((digest(model.bias, digest(model.weight)), int(batch)))
+            parallel.backward(model(batch / 1000).square().mean())
+        parallel.finish()
+    except ConfigError as error:
+        assert "parallel.feed(loader)" in str(error)
+        assert told != micro_batches, error
+    assert doubles(seen) == []
+    if (told or 1) == micro_batches:
+        assert len(seen) == 24
+
+
+def test_an_iterator_that_is_kept_from_before_does_not_trouble_feed() -> None:
+    model = nn.Linear(1, 1)
+    parallel = DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.01), micro_batches=2)
+    loader = EchoLoader([torch.ones(1)] * 4, Even(2))
+    kept = iter(loader)
+    next(kept)
+    for batch in parallel.feed(loader):
+        parallel.backward(model(batch).square().mean())
+    assert parallel.steps == 4
 
 
 def fed(

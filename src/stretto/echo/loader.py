@@ -12,6 +12,7 @@ decide differently, and their collectives still match.
 """
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -39,6 +40,28 @@ from stretto.echo.updates import CountedUpdates, Updates
 from stretto.errors import ConfigError, OutOfTurn
 
 Batch = TypeVar("Batch")
+_unfed: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Loaders with a pass under way that no `feed` has begun: nothing else ties them to the job that trains with them."""
+
+
+def check_unfed(micro_batches: int | None, where: object) -> None:
+    """Raise where a loop without `feed` takes echoes for other updates than its job's.
+
+    Args:
+        micro_batches: Of an update of the job; None where they have different numbers.
+        where: In messages.
+
+    Raises:
+        ConfigError: Says what to write.
+    """
+    told = {loader.options.micro_batches or 1 for loader in _unfed}
+    if told and micro_batches not in told:
+        way = "" if micro_batches is None else f", or EchoLoader(options=EchoOptions(micro_batches={micro_batches}))"
+        raise ConfigError(
+            f"{where}: an EchoLoader outside feed takes {min(told)} batch{'es' * (min(told) > 1)} for an update, which "
+            f"has {micro_batches or 'an unknown number'} here, so echoes would bring the same gradients again: expected "
+            f"`for batch in parallel.feed(loader)`{way}"
+        )
 
 
 def check_iterable(loader: object, call: str) -> None:
@@ -189,7 +212,12 @@ class EchoLoader(Generic[Batch]):
         return epoch_length(selector, len(loader), update, self._micro_batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        return self.over(CountedUpdates(self.options.micro_batches or 1))
+        passing = self.over(CountedUpdates(self.options.micro_batches or 1))
+        try:
+            _unfed.add(self)
+            yield from passing
+        finally:
+            _unfed.discard(self)
 
     def over(self, updates: Updates) -> Iterator[Batch]:
         """Return an iterator over a pass whose batches go to `updates`; `feed` calls this.
@@ -203,6 +231,7 @@ class EchoLoader(Generic[Batch]):
                 f"EchoOptions(micro_batches={told}): expected the {updates.micro_batches} of the job, or None"
             )
         self._micro_batches = updates.micro_batches if updates.is_fixed else None
+        _unfed.discard(self)  # an iterator of before may be kept
         return self._pass(updates)
 
     def _pass(self, updates: Updates) -> Iterator[Batch]:

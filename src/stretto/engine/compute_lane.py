@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from stretto.echo.loader import check_unfed
 from stretto.engine import misuse
 from stretto.engine.accumulation import Accumulate, Accumulation, GradientBuffer
 from stretto.engine.comm_lane import CommLane
@@ -318,6 +319,7 @@ class ComputeLane:
         self, weight: float, loss: Tensor | None, samples: int, fresh_samples: int, lacks: bool = False
     ) -> Update | None:
         """Count one micro-batch whose gradients have arrived, unless it may lack any; close and land full rounds."""
+        check_unfed(sum(self.quota.minima) if self.quota.is_fixed else None, self.where)
         self.take_off_if_ready()
         if weight > 0 and not (self.accumulation.has_arrived or lacks):
             self.model.check_complete(self.where)
