@@ -65,8 +65,8 @@ class Case:
     """‖g‖ / σ."""
     norm: float
     """‖g‖."""
-    alike: bool
-    """Whether all ranks have the same gradient; otherwise it is the mean of gradients that are mostly their own."""
+    own: float
+    """Norm of what each rank's gradient has beside the mean, times ‖g‖."""
     optimizer: str
     state: bool
     overlap: bool
@@ -78,16 +78,17 @@ class Case:
 
 def drawn(seed: int) -> Case:
     draw = random.Random(seed)
+    wanted = 10 ** draw.choice([draw.uniform(-0.3, 0.1), draw.uniform(0.3, 1.3), draw.uniform(1.3, 2.2)])
     return Case(
         numel=round(10 ** draw.uniform(3, 5)),
         ranks=draw.choice([2, 3, 4, 8]),
-        wanted=10 ** draw.choice([draw.uniform(-0.3, 0.1), draw.uniform(0.3, 1.3), draw.uniform(1.3, 2.2)]),
+        wanted=wanted,
         norm=10 ** draw.uniform(-1, 1),
-        alike=draw.random() < 0.5,
+        own=draw.choice([0.0, 1.0, 6.0 if wanted > 5 else 2.0]),
         optimizer=draw.choice(list(OPTIMIZERS)),
         state=draw.random() < 0.3,
         overlap=draw.random() < 0.3,
-        wire=draw.choice(["fp32", "bf16", "int8"]),
+        wire=draw.choice(["fp32", "bf16", "int8", "int2", "int2"]),
         clip=draw.choice([None, None, 0.05]),
         weight=draw.choice([1.0, 7.0, 512.0]),
         seed=seed,
@@ -96,9 +97,9 @@ def drawn(seed: int) -> Case:
 
 def gradients(case: Case) -> Tensor:
     """Return the gradient of each rank, `(ranks, numel)`, whose mean has the case's norm."""
-    draws = torch.randn(case.ranks, case.numel, generator=torch.Generator().manual_seed(case.seed))
-    draws = draws[:1].expand_as(draws) if case.alike else draws
-    return draws * (case.norm / draws.mean(0).norm())
+    mean, *own = torch.randn(1 + case.ranks, case.numel, generator=torch.Generator().manual_seed(case.seed))
+    own = torch.stack(own) - torch.stack(own).mean(0)
+    return case.norm * (mean / mean.norm() + case.own * own / own.norm(dim=1, keepdim=True))
 
 
 def intervals(case: Case, strategy: st.Strategy, updates: int) -> list[int]:
@@ -140,8 +141,8 @@ def test_the_interval_is_signal_over_noise_whatever_the_model_and_the_optimizer(
     """Within a factor of 1.5, from 16 updates on, where ‖g‖ / σ is 2 or more, or below 1.3.
 
     σ² is a mean of at least 1,000 · (M - 1) squares: σ is good to 0.023. The signal of 16 updates is good to
-    1 / (4·H·√M) of it, H = ‖g‖ / σ, if ranks are alike, and to 1 / (4·H) if not. So at H = 2 four deviations make 2.5
-    or 1.5, where rounding begins to give 3 or 1.
+    √(1 + own²) / (4·H·√M) of it, H = ‖g‖ / σ. So at H = 2 four deviations of ranks that are alike make 2.5 or 1.5, where
+    rounding begins to give 3 or 1.
     """
     case = drawn(seed)
     found = intervals(case, st.PAFTDyn(first=16, state=case.state, overlap=case.overlap), updates=40)

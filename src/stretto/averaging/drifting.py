@@ -80,7 +80,7 @@ class DriftingReplica(AgreedReplica):
         sums, is_torn = super().sum_up(round)
         if self._probe is not None:
             feedback, contribution = self.exchange.feedback, round.contribution
-            flats = round.buffer.flats if feedback is None else feedback.sent
+            flats = round.buffer.flats if feedback is None else feedback.given
             self._probe.sent(flats, sums, contribution.totals.weight)
         return sums, is_torn
 

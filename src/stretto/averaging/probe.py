@@ -145,7 +145,8 @@ class GradientProbe:
         """Look at an exchange that is over; it counts once it is stepped with.
 
         Args:
-            flats: What this rank has sent, one tensor per flat set.
+            flats: This rank's gradients, one tensor per flat set; without the errors that a wire sends again, which
+                would count as signal.
             sums: What it has received, one tensor per bucket.
             weight: Of what it has sent.
         """

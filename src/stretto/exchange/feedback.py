@@ -83,9 +83,13 @@ class ErrorFeedback:
                 sent[max(slot.start, bucket.start) : min(slot.stop, bucket.stop)].zero_()
 
     @property
-    def sent(self) -> Sequence[Tensor]:
-        """What this rank has sent in the round under way, one tensor per flat set, as long as it is not settled."""
-        return self._sent
+    def given(self) -> list[Tensor]:
+        """Copies of the contribution to the round under way, without errors, one per flat set, until it is settled."""
+        given = [sent - owed for sent, owed in zip(self._sent, self.owed, strict=True)]
+        for slot in self._layout.slots:
+            if not self._used[slot.index]:
+                given[slot.set_index][slot.start : slot.stop].zero_()
+        return given
 
     def settle(self) -> None:
         """Remember what the last round has lost; called once the round counts, before its buffers are written again."""
