@@ -141,8 +141,8 @@ def test_the_interval_is_signal_over_noise_whatever_the_model_and_the_optimizer(
     """Within a factor of 1.5, from 16 updates on, where ‖g‖ / σ is 2 or more, or below 1.3.
 
     σ² is a mean of at least 1,000 · (M - 1) squares: σ is good to 0.023. The signal of 16 updates is good to
-    √(1 + own²) / (4·H·√M) of it, H = ‖g‖ / σ. So at H = 2 four deviations of ranks that are alike make 2.5 or 1.5, where
-    rounding begins to give 3 or 1.
+    √(1 + own²) / (4·H·√M) of it, H = ‖g‖ / σ. So at H = 2 four deviations of ranks that are alike make 2.5 or 1.5,
+    where rounding begins to give 3 or 1.
     """
     case = drawn(seed)
     found = intervals(case, st.PAFTDyn(first=16, state=case.state, overlap=case.overlap), updates=40)
@@ -220,7 +220,7 @@ class NoisyLink:
 def test_noise_that_comes_with_the_gradients_is_not_taken_for_signal() -> None:
     """It is there before a norm is taken, so that the norm holds d·σ², thirty times ‖g‖²; and in the clip's."""
     case = dataclasses.replace(drawn(0), numel=3000, ranks=4, wanted=math.sqrt(3000 / 30), norm=1.0)
-    case = dataclasses.replace(case, alike=False, overlap=False, wire="fp32", clip=None, weight=1.0)
+    case = dataclasses.replace(case, own=1.0, overlap=False, wire="fp32", clip=None, weight=1.0)
     signals = []
 
     @dataclasses.dataclass(frozen=True)
@@ -343,7 +343,7 @@ def test_the_interval_is_clamped(estimate: Any) -> None:
 
 
 def test_what_the_paper_divides_is_a_workers_own_gradient_by_the_distance_over_all_coordinates() -> None:
-    case = dataclasses.replace(drawn(0), numel=3000, ranks=4, wanted=20.0, optimizer="SGD", alike=False)
+    case = dataclasses.replace(drawn(0), numel=3000, ranks=4, wanted=20.0, optimizer="SGD", own=1.0)
     case = dataclasses.replace(case, overlap=False, clip=None, wire="fp32", state=False)
     norm = float(gradients(case).norm(dim=1).mean())
     rates = torch.cat([torch.full((1000,), RATE), torch.full((2000,), 3 * RATE)])

@@ -56,11 +56,15 @@ def check_unfed(micro_batches: int | None, where: object) -> None:
     """
     told = {loader.options.micro_batches or 1 for loader in _unfed}
     if told and micro_batches not in told:
-        way = "" if micro_batches is None else f", or EchoLoader(options=EchoOptions(micro_batches={micro_batches}))"
+        way = (
+            ""
+            if micro_batches is None
+            else f", or EchoLoader(options=EchoOptions(micro_batches={micro_batches}))"
+        )
         raise ConfigError(
             f"{where}: an EchoLoader outside feed takes {min(told)} batch{'es' * (min(told) > 1)} for an update, which "
-            f"has {micro_batches or 'an unknown number'} here, so echoes would bring the same gradients again: expected "
-            f"`for batch in parallel.feed(loader)`{way}"
+            f"has {micro_batches or 'an unknown number'} here, so echoes would bring the same gradients again: "
+            f"expected `for batch in parallel.feed(loader)`{way}"
         )
 
 
