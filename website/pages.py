@@ -15,8 +15,10 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-LISTED = {"decisions": "Decisions", "results": "Results", "examples": "Examples"}
+LISTED = {"results": "Results", "examples": "Examples"}
 """Folders of the site whose pages are all listed, with the titles of their lists."""
+DECISIONS = "docs/decisions/"
+"""Records for those who change the code: files that pages link to, and no pages."""
 FIRST = {
     "Start": 2.0,
     "How to": 2.0,
@@ -25,13 +27,11 @@ FIRST = {
     "Project": 0.01,
     "Reference": 0.01,
     "Measured": 0.001,
-    "Decisions": 0.001,
 }
 """What the search multiplies the rank of a page with, by the nearest of these parts of the navigation above it. A word
 in a title counts a thousand times, and who asks how to do something wants that before a result with such a title."""
 FOLDERS = {
     "docs": "index.md",
-    "docs/decisions": "decisions/index.md",
     "examples/extend": "examples/index.md",
     "examples/cluster": "examples/index.md",
 }
@@ -48,7 +48,9 @@ def source_of_pages() -> dict[str, str]:
     """Return from every page of the site to its file in the repository, results with the latest first."""
     pages = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changes.md": "CHANGELOG.md"}
     for file in sorted(ROOT.glob("docs/**/*.md")):
-        pages[file.relative_to(ROOT / "docs").as_posix()] = file.relative_to(ROOT).as_posix()
+        place = file.relative_to(ROOT).as_posix()
+        if not place.startswith(DECISIONS):
+            pages[place.removeprefix("docs/")] = place
     for file in sorted(ROOT.glob("benchmarks/results/*/README.md"), reverse=True):
         pages[f"results/{file.parent.name}.md"] = file.relative_to(ROOT).as_posix()
     for file in sorted(ROOT.glob("examples/**/*.py")):
@@ -142,7 +144,7 @@ def downloads() -> list[str]:
     return sorted(
         path
         for path in found - set(pages.values())
-        if not path.startswith("docs/") and (ROOT / path).is_file()
+        if (not path.startswith("docs/") or path.startswith(DECISIONS)) and (ROOT / path).is_file()
     )
 
 
@@ -169,7 +171,7 @@ def with_links_of_site(markdown: str, page: str) -> str:
             return match[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(pages[page]), target))
         uri = page_of.get(path) or page_of.get(f"{path}/README.md")
-        if uri is None and path.startswith("docs/"):
+        if uri is None and path.startswith("docs/") and not path.startswith(DECISIONS):
             uri = path.removeprefix("docs/")  # a figure; or nothing, of which mkdocs will warn
         if uri is None and (ROOT / path).is_file():
             uri = place_of_download(path)

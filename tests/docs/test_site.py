@@ -15,12 +15,15 @@ from website.promises import LOADED, MODULES, answers, missing_names
     [
         ("index.md", "docs/loops.md#models", "loops.md#models"),
         ("index.md", "docs/figures/lanes.svg", "figures/lanes.svg"),
-        ("index.md", "docs/decisions/", "decisions/index.md"),
+        (
+            "echo.md",
+            "decisions/0030-an-echo-is-another-update.md",
+            "files/docs/decisions/0030-an-echo-is-another-update.md",
+        ),
         ("index.md", "examples/lora.py", "examples/lora.md"),
         ("index.md", "LICENSE", "files/LICENSE"),
         ("contributing.md", ".github/workflows/ci.yml", "files/github/workflows/ci.yml"),
         ("echo.md", "../benchmarks/results/2026-11-21-echo-speed/", "results/2026-11-21-echo-speed.md"),
-        ("decisions/0009-carry.md", "../strategies.md", "../strategies.md"),
         ("results/2026-11-21-echo-speed.md", "../../../docs/virtual-cluster.md", "../virtual-cluster.md"),
         (
             "results/2026-11-21-echo-speed.md",
@@ -48,6 +51,7 @@ def test_every_page_of_the_repository_is_a_page_of_the_site() -> None:
         file.relative_to(ROOT).as_posix()
         for pattern in ("*.md", "docs/**/*.md", "benchmarks/results/*/*.md", "examples/**/*.py")
         for file in ROOT.glob(pattern)
+        if file.parent.name != "decisions"
     }
     assert found - placed == set()
 
