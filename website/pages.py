@@ -149,8 +149,11 @@ def downloads() -> list[str]:
 
 
 def place_of_download(path: str) -> str:
-    """Return where a file of the repository lies in the site, which leaves out folders that begin with a dot."""
-    return f"files/{path.lstrip('.')}"
+    """Return where a file of the repository lies in the site.
+
+    That leaves out folders that begin with a dot, and would make a page of whatever ends with `.md`.
+    """
+    return f"files/{path.lstrip('.')}" + (".txt" if path.endswith(".md") else "")
 
 
 def with_links_of_site(markdown: str, page: str) -> str:

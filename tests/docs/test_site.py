@@ -18,7 +18,7 @@ from website.promises import LOADED, MODULES, answers, missing_names
         (
             "echo.md",
             "decisions/0030-an-echo-is-another-update.md",
-            "files/docs/decisions/0030-an-echo-is-another-update.md",
+            "files/docs/decisions/0030-an-echo-is-another-update.md.txt",
         ),
         ("index.md", "examples/lora.py", "examples/lora.md"),
         ("index.md", "LICENSE", "files/LICENSE"),
