@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal, Never, Self
+from typing import Any, Literal, Never, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from stretto.records import Incident, Update
 from stretto.start import Parts, sharding_for, start
 from stretto.strategies import Strategy, ZeRO1, check_strategy
 
+Result = TypeVar("Result")
 _not_traced = torch._disable_dynamo  # type: ignore[attr-defined]  # public ones import the compiler at once
 """Marks what a compiled step of the user's calls as it is: sending and waiting are not for a graph."""
 
@@ -307,6 +308,21 @@ class DataParallel:
             yield
         finally:
             settled.__exit__(None, None, None)
+
+    def evaluate(self, function: Callable[[], Result]) -> Result:
+        """Return what `function()` returns with the model settled, in `eval()` and without gradients.
+
+        All ranks must call, as for `settled`, also where one alone looks at the result.
+        """
+        check_callable(function, "evaluate", "a function without arguments")
+        modes = [(module, module.training) for module in self.model.modules()]
+        with self.settled(), torch.no_grad():
+            self.model.eval()
+            try:
+                return function()
+            finally:
+                for module, mode in modes:
+                    module.training = mode
 
     @contextmanager
     def between_updates(self, what: str) -> Iterator[None]:

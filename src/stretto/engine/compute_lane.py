@@ -477,9 +477,11 @@ class ComputeLane:
 
     def _before_forward(self, module: nn.Module, _: object) -> None:
         # Traced code has no take-off of its own: the backward pass brings it.
-        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+        if torch.compiler.is_compiling() or module is not self.model.model:  # a copy
             return
-        if module is not self.model.model:  # a copy
+        if not module.training:
+            self.model.evaluated(self.where)
+        if not (module.training and torch.is_grad_enabled()):
             return
         with self.lifetime.running():
             kind = self.model.parameters[0].device.type

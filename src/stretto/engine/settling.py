@@ -1,6 +1,7 @@
 """The user's model at rest: it shows committed values for a while, and what it showed before comes back."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,8 @@ from stretto.engine.model import Held, UserModel
 from stretto.errors import OutOfTurn, ParametersTouched
 from stretto.flat import original_name
 
+_log = logging.getLogger("stretto")
+
 
 class SettlingModel(UserModel):
     """A model that can show its committed values in the middle of training; arguments are those of `UserModel`."""
@@ -21,6 +24,7 @@ class SettlingModel(UserModel):
         super().__init__(*args)
         self._keys = {original_name(key): key for key in self.model.state_dict()}
         self._settled_until_training = False
+        self._is_warned = False
 
     def drop_copies(self) -> None:
         """Drop what was made of the values for passes: casts that autocast keeps. Somebody has mended values."""
@@ -86,6 +90,16 @@ class SettlingModel(UserModel):
                 "block: put back what was there, or load weights through a checkpoint"
             )
         self.remember()
+
+    def evaluated(self, where: object) -> None:
+        """Warn, once, if a forward pass of an evaluation meets an estimate."""
+        if self.shown == "estimate" and not self._is_warned:
+            self._is_warned = True
+            _log.warning(
+                "%s: a forward pass in eval() while the model shows an estimate: evaluate the committed parameters by "
+                "parallel.evaluate(function), on all ranks, or inside `with parallel.settled():`",
+                where,
+            )
 
     def until_training(self) -> None:
         """Let the next micro-batch restore what was shown before `settle`."""
