@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from stretto.errors import UnsupportedModel, UnsupportedOptimizer
-from stretto.flat import ALIGNMENT, Layout, check_parameters, plan_layout
+from stretto.exchange import WIRES
+from stretto.flat import ALIGNMENT, MESSAGE_BYTES, Layout, check_parameters, plan_layout
 
 
 class Shapes(nn.Module):
@@ -86,6 +87,21 @@ def test_buckets_are_not_larger_than_asked_for_plus_alignment(
     for bucket in layout.buckets:
         itemsize = layout.sets[bucket.set_index].accumulation_dtype.itemsize
         assert bucket.numel <= bucket_bytes // itemsize + world_size * ALIGNMENT
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_no_rank_sends_another_less_than_16_kib_of_a_bucket_however_many_ranks_there_are(wire: str) -> None:
+    model = nn.utils.skip_init(nn.Linear, 2**13, 2**12)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bytes_per_value = WIRES[wire].num_bytes(ALIGNMENT) / ALIGNMENT
+    for ranks in (2, 3, 8, 64, 100, 1024):
+        layout, _ = plan_layout(
+            model, optimizer, world_size=ranks, bucket_bytes=None, widen=True, bytes_per_value=bytes_per_value
+        )
+        sent = [bucket.numel / ranks * bytes_per_value for bucket in layout.buckets]
+        # One bucket takes what is left over; slices are rounded to `ALIGNMENT`.
+        assert sorted(sent)[1 if len(sent) > 1 else 0] > 0.9 * min(MESSAGE_BYTES, sum(sent)), ranks
+        assert len(sent) > 1 or layout.numel * bytes_per_value < 1.1 * ranks * MESSAGE_BYTES, ranks
 
 
 def test_padding_is_small() -> None:

@@ -2,6 +2,7 @@
 
 from stretto.flat.fitting import check_parameters, original_name
 from stretto.flat.layout import (
+    MESSAGE_BYTES,
     Bucket,
     FlatSet,
     Layout,
@@ -16,6 +17,7 @@ from stretto.flat.whole import ALIGNMENT
 
 __all__ = [
     "ALIGNMENT",
+    "MESSAGE_BYTES",
     "Block",
     "Bucket",
     "FlatSet",

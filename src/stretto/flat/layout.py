@@ -25,6 +25,9 @@ from stretto.flat.fitting import original_name
 from stretto.flat.shards import Shard, dealt_numel, shard_of
 from stretto.flat.whole import ALIGNMENT, place_whole, round_up
 
+MESSAGE_BYTES = 2**14
+"""Of a bucket that a rank sends each other rank at the least: below it, calls and latency cost more than bytes."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
@@ -175,6 +178,7 @@ def plan_layout(
     world_size: int,
     bucket_bytes: int | None,
     widen: bool,
+    bytes_per_value: float = 4.0,
     parts: int = 1,
     whole_groups: Collection[int] = (),
 ) -> tuple[Layout, list[nn.Parameter]]:
@@ -189,8 +193,9 @@ def plan_layout(
         optimizer: Holds the parameter groups.
         world_size: Number of ranks.
         bucket_bytes: Upper bound of a bucket in the gradient buffer, in bytes; with whole tensors it is a lower one.
-            None is `usual_bucket_bytes` of the device.
+            None is what `usual_bucket_bytes` and `MESSAGE_BYTES` say.
         widen: Accumulate 16-bit parameters' gradients in float32.
+        bytes_per_value: Of gradients on the wire.
         parts: Cut every set into a multiple of so many buckets, as far as its elements go; about so many at least
             with whole tensors.
         whole_groups: Indices of the optimizer's groups whose tensors are not to be cut.
@@ -220,9 +225,15 @@ def plan_layout(
         is_whole = id(first) in whole
         if not is_whole:
             members.sort(key=lambda item: groups[id(item[1])])
+        numels = [dealt_numel(one) if is_whole else shard_of(one)[0].numel() for _, one in members]
+        most = (bucket_bytes or usual_bucket_bytes(first.device)) // accumulation_dtype.itemsize
+        # A bucket is cut into one message for every rank: where there are many, buckets are few.
+        count = max(1, int(sum(numels) * bytes_per_value / (world_size * MESSAGE_BYTES)))
+        if bucket_bytes is None and sum(numels) > count * most:
+            most = -(-sum(numels) // count)
         starts, cuts = (place_whole if is_whole else _place)(
-            [dealt_numel(one) if is_whole else shard_of(one)[0].numel() for _, one in members],
-            (bucket_bytes or usual_bucket_bytes(first.device)) // accumulation_dtype.itemsize,
+            numels,
+            most,
             world_size,
             parts,
         )

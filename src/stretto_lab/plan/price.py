@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 from stretto.engine import Clock, Options
 from stretto.errors import ConfigError
+from stretto.exchange import WIRES
+from stretto.flat import ALIGNMENT, MESSAGE_BYTES
 from stretto.strategies import Strategy
 from stretto.strategies.ledger import Ledger, ledger_of
 from stretto_lab.estimate.times import bytes_held
@@ -63,21 +65,23 @@ class Price:
         return self.seconds / self.micro_batches
 
 
-def price(arm: Arm, machine: Machine, *, micro_batches: int, bucket_bytes: int) -> Price:
+def price(arm: Arm, machine: Machine, *, micro_batches: int, bucket_bytes: int | None = None) -> Price:
     """Return what an arm costs on `machine`.
 
     Args:
         arm: A strategy of the library; what it sets goes before the other arguments.
         machine: What was measured, perhaps with other ranks or another link.
         micro_batches: Per rank and update, where the arm sets none.
-        bucket_bytes: Of the job, where the arm sets none.
+        bucket_bytes: Of the job, where the arm sets none; None is what its device and number of ranks have by default.
 
     Raises:
         ConfigError: Its nodes are not those of the machine, or it has a setting that nothing prices.
     """
     micro_batches = arm.settings.get("micro_batches", micro_batches)
     clock = arm.settings.get("clock") if arm.overlaps else None
-    bucket_bytes = arm.settings.get("bucket_bytes", bucket_bytes)
+    bytes_per_value = WIRES[arm.wire].num_bytes(ALIGNMENT) / ALIGNMENT
+    by_ranks = math.ceil(machine.ranks * MESSAGE_BYTES * 4 / bytes_per_value)
+    bucket_bytes = arm.settings.get("bucket_bytes", bucket_bytes) or max(machine.bucket_bytes, by_ranks)
     if clock is None:
         return _priced(arm, machine, bucket_bytes, micro_batches, float(micro_batches))
     found = _priced(arm, machine, bucket_bytes, clock, clock.minimum * ledger_of(arm.strategy()).rounds)

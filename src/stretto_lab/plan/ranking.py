@@ -121,7 +121,7 @@ class Ranking:
 
     machine: Machine
     prices: tuple[Price, ...]
-    bucket_bytes: int
+    bucket_bytes: int | None
     """Of the job."""
     micro_batches: int
     """Of the job, per rank and update; by the clock there are others."""
@@ -220,7 +220,7 @@ def rank_by_time(
     Args:
         machine: What was measured, perhaps with other ranks or another link.
         micro_batches: Per rank and update.
-        bucket_bytes: Of the job; None is what its device has by default.
+        bucket_bytes: Of the job; None is what its device and number of ranks have by default.
         allow_loss: Nats of held-out loss that the choice may cost.
         prices_all: Price those that cost more or nobody knows how much, too.
         ranks_per_node: That of the job's options; None looks at one level too where the machine has nodes.
@@ -230,7 +230,6 @@ def rank_by_time(
         stages: Are told how many arms are priced; None tells nobody.
     """
     stages = stages or Stages("pricing", is_shown=False)
-    bucket_bytes = bucket_bytes or machine.bucket_bytes
     frequent = [arm for arm, evidence in EVIDENCE.items() if evidence.nats is not None]
     texts = [
         _on_wire(arm, one)
