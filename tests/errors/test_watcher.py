@@ -1,5 +1,6 @@
 """What a rank learns beside its collectives: of deaths that Gloo tells nobody, of ranks that are late, or have left."""
 
+import ctypes
 import logging
 import os
 import signal
@@ -149,6 +150,20 @@ def test_a_process_that_is_stopped_for_a_while_is_told_as_late_and_goes_on() -> 
     late, back = (text for text in said if "rank 1" in text)  # that ranks read the same batches is said too
     assert late.startswith("rank 0: no sign of life from rank 1 for ")
     assert back == "rank 0: rank 1 is back"
+
+
+def last_rank_keeps_pythons_lock(rank: int) -> int:
+    job = TinyJob("zero1", options=st.Options(silent_seconds=2.0))
+    job.until_update()
+    if rank == 1:
+        ctypes.PyDLL(None).usleep(4_000_000)  # twice as long; no thread of Python runs meanwhile
+    job.until_update()
+    job.parallel.finish()
+    return job.parallel.steps
+
+
+def test_a_rank_in_one_call_that_keeps_pythons_lock_is_waited_for() -> None:
+    assert run_ranks(2, last_rank_keeps_pythons_lock) == [2, 2]
 
 
 LOOKS = 2

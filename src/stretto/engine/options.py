@@ -121,8 +121,8 @@ class Options:
     """How long a collective may wait for a rank that lives but does not come."""
     silent_seconds: float = 60.0
     """How long a rank may give no sign of life while others wait for it. Each gives one twice a second, on a thread of
-    its own, whatever it computes; a process that is stopped, or a machine that is cut off, gives none. Long enough for
-    a network that is away for a while."""
+    its own, and answers also amid a long call that keeps Python's lock; a process that is stopped, or a machine that is
+    cut off, gives none. Long enough for a network that is away for a while."""
 
     def __post_init__(self) -> None:
         check_fields(self)

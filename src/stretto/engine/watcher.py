@@ -8,7 +8,8 @@ Note [Calls of the store]
 Note [How long a rank is silent]
     What counts is the time between looks that the store has answered, and of a longer pause no more than two periods.
     So a rank that was itself stopped, or could not reach the store, does not blame the others for its own absence. A
-    thread gives the signs, so a rank that computes, compiles, saves or stands in a debugger gives them too.
+    thread gives the signs, so a rank that computes, compiles or saves gives them too. One long call that keeps Python's
+    lock stops them: a rank without signs is asked itself, long before it counts as silent (`stretto.groups.answering`).
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from typing import Self
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from stretto.groups import deaths, listens_at
+from stretto.groups import answering, answers, deaths, listens_at
 
 _log = logging.getLogger("stretto")
 
@@ -41,7 +42,7 @@ _ARRIVE_SECONDS = 5.0
 """How long a job waits at its start for the store to answer."""
 _JOIN_SECONDS = 1.0
 """How long its end waits for a call of the store to come back."""
-_BEAT, _PLACE, _TROUBLE, _LEFT = "beat", "place", "trouble", "left"
+_BEAT, _PLACE, _ANSWERS, _TROUBLE, _LEFT = "beat", "place", "answers", "trouble", "left"
 """Topics, the one key that is read while no rank has written anything else, and the last sign of a rank that ends."""
 _WORDS = ("failure", "finding", "alarm", "heard")
 """What ranks write where something has gone wrong."""
@@ -211,7 +212,7 @@ class Watcher:
                     errand, done = self._errands.get_nowait()
         if self._goodbye is not None:
             self._try(lambda: self._store.set(f"{_BEAT}/{self.rank}", _LEFT))
-        del self._store
+        del self._store, self._answering
 
     def _try(self, call: Callable[[], None]) -> None:
         if self.lost is None:
@@ -223,8 +224,11 @@ class Watcher:
     def _arrive(self, store: Store) -> None:
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stub
         self._looked_at = time.monotonic()
-        self._beat = 0
+        self._beat, self._answering = 0, None
         self._store.set(f"{_PLACE}/{self.rank}", str(self.place))
+        if (given := answering(store)) is not None:
+            self._answering, where = given
+            self._store.set(f"{_ANSWERS}/{self.rank}", where)
 
     def _look(self) -> None:
         self._beat += 1
@@ -256,6 +260,10 @@ class Watcher:
             is_new = beats.get(rank) != self.beats.get(rank) or beats.get(rank) == _LEFT
             self._silence[rank] = 0.0 if is_new else self._silence.get(rank, 0.0) + seconds
         self.beats = beats
+        quiet = [rank for rank in watched if self._silence[rank] >= self.silent_seconds / _LATE / 2]
+        for rank, where in self._hear(_ANSWERS, quiet).items() if quiet else ():
+            if answers(where, self.period):
+                self._silence[rank] = 0.0
         follower = watched[0]  # one rank is enough to tell it
         is_late = self._silence[follower] >= self.silent_seconds / _LATE
         if is_late and follower not in self._late:

@@ -1,5 +1,6 @@
 """Process groups: what every collective is, a rank alone, a launcher's, a slow link, the library's own."""
 
+from stretto.groups.answering import answering, answers
 from stretto.groups.collective_group import SoloGroup
 from stretto.groups.connections import Connection, listens_at
 from stretto.groups.deaths import announce_death, deaths
@@ -41,6 +42,8 @@ __all__ = [
     "ThrottledLeavable",
     "announce_death",
     "announce_rank",
+    "answering",
+    "answers",
     "await_left",
     "connections_of",
     "deaths",
