@@ -7,7 +7,8 @@ from pathlib import Path
 
 from stretto import checkpoint
 from stretto.errors import TornCheckpoint
-from tests.checkpoint.jobs import Case, Job, differing
+from stretto_lab.testing import differing
+from tests.checkpoint.jobs import Case, Job
 
 Damage = Callable[[random.Random, list[Path]], None]
 SAVED = (1, 2)

@@ -12,8 +12,9 @@ import pytest
 
 from stretto import ACCO, DDP, Options, WeightPrediction, checkpoint
 from stretto.errors import CheckpointError, StrettoError
+from stretto_lab.testing import differing
 from stretto_lab.virtual import VirtualCluster, VirtualGroup
-from tests.checkpoint.jobs import SAVED_AT, UPDATES, Case, Job, differing
+from tests.checkpoint.jobs import SAVED_AT, UPDATES, Case, Job
 from tests.processes import run_ranks
 
 STRATEGIES = {
@@ -59,8 +60,8 @@ def test_the_files_are_those_of_a_synchronous_save_and_the_job_is_what_it_would_
     name: str, tmp_path: Path
 ) -> None:
     def program(rank: int, group: VirtualGroup) -> list[Any]:
-        straight = Job(STRATEGIES[name], rank, 2, group).train()
-        return [straight.holds(), saved_both_ways(Job(STRATEGIES[name], rank, 2, group), tmp_path)]
+        straight = Job(STRATEGIES[name], rank, group).train()
+        return [straight.holds(), saved_both_ways(Job(STRATEGIES[name], rank, group), tmp_path)]
 
     for straight, found in VirtualCluster(2).run(program).values:
         assert differing(straight, found["holds"]) == []
@@ -83,8 +84,8 @@ def test_what_training_has_changed_since_is_not_in_the_files(tmp_path: Path) -> 
 def on_a_rank(rank: int, directory: str) -> dict[str, Any]:
     """Save in both ways, where rank 1 may not write and where all may; return what was told, and when."""
     folder = Path(directory)
-    found = saved_both_ways(Job(Case(), rank, 2), folder)
-    job = Job(Case(), rank, 2).train(SAVED_AT)
+    found = saved_both_ways(Job(Case(), rank), folder)
+    job = Job(Case(), rank).train(SAVED_AT)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))

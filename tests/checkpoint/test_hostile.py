@@ -27,7 +27,8 @@ from stretto.errors import CheckpointError, UnsafeValue, UsageError
 from stretto.guards.replay import KeptRound
 from stretto.guards.sent_round import from_bytes, to_bytes
 from stretto.packed import pack, unpack
-from tests.checkpoint.jobs import SAVED_AT, Case, Job, differing
+from stretto_lab.testing import differing
+from tests.checkpoint.jobs import SAVED_AT, Case, Job
 
 
 class Planted:

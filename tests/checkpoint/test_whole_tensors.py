@@ -1,4 +1,4 @@
-"""State of whole tensors, of any shape, is saved by one number of ranks and continued by another, to the bit.
+"""State of any tensors is saved by one number of ranks and continued by another, to the bit, whole or in pieces.
 
 Only rank 0 contributes, with micro-batches that do not depend on the rank, so that sums are the same on any number of
 ranks. The others step what they own, and where ranks step alone their share of an average is zero.
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR
 
@@ -20,9 +20,12 @@ from stretto.strategies import STRATEGIES, ZeRO1
 from stretto_lab.virtual import VirtualCluster
 from tests.checkpoint.plainly import read_into
 from tests.optimizer.bowls import SMALL, Bowls, assert_equal
-from tests.optimizer.test_whole import AVERAGES, OPTIMIZERS, SHAPES
+from tests.optimizer.test_whole import AVERAGES, SHAPES
+from tests.optimizer.test_whole import OPTIMIZERS as WHOLE
 
 SAVED_AT, UPDATES = 2, 4
+OPTIMIZERS = {**WHOLE, "sgd": lambda model: optim.SGD(model.values, lr=0.05, momentum=0.9, dampening=0.5)}
+"""The last is element by element."""
 
 
 def shapes_for(name: str) -> list[tuple[int, ...]]:
@@ -62,7 +65,7 @@ def run(
 
 
 CASES = [
-    *itertools.product(("muon and adamw", "adafactor"), STRATEGIES),
+    *itertools.product(("muon and adamw", "adafactor", "sgd"), STRATEGIES),
     ("lamb", "zero1"),
     ("lars", "local"),
 ]

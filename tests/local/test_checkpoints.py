@@ -2,14 +2,13 @@
 
 import copy
 import random
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 
-from stretto import DDP, LocalSGD, Options
+from stretto import DDP, LocalSGD
 from stretto.averaging.mean import ReplicaMean
 from stretto.checkpoint.manifest import Manifest
 from stretto.exchange import FP32, Exchange
@@ -17,52 +16,20 @@ from stretto.flat import plan_layout
 from stretto.groups import SoloGroup
 from stretto.optimizer import ShardedOptimizer, piece_states
 from stretto.optimizer.settings import read_hyperparameters
-from tests.checkpoint.jobs import SAVED_AT, Case, Job, differing
-from tests.checkpoint.test_continuation import Three, check, three
+from stretto_lab.testing import differing
+from tests.checkpoint.jobs import SAVED_AT, Case, Job
 from tests.optimizer.owners import OPTIMIZERS, gradients_for, groups_of, model_of, reduced
 from tests.processes import run_ranks
 
-WIRE = Options(bucket_bytes=4096, wire="bf16", allow_unused=True)
-CASES = {
-    "between averages": Case(strategy=LocalSGD(rate=0.25)),
-    "between averages, state averaged, bf16 wire": Case(
-        strategy=LocalSGD(rate=0.25, state=True), options=WIRE, dtype=torch.bfloat16
-    ),
-    "at an average": Case(strategy=LocalSGD(rate=0.5)),
-    "at an average, state averaged": Case(strategy=LocalSGD(rate=0.5, state=True), optimizer="sgd"),
-    "by coin, a branch that falls out of use": Case(
-        strategy=LocalSGD(rate=0.5, plan="bernoulli", state=True), optional=True
-    ),
-}
-
-
-def three_of_all(rank: int, directory: str) -> list[Three]:
-    return [three(case, Path(directory, str(i)), rank, 2) for i, case in enumerate(CASES.values())]
-
-
-@cache
-def on_two_ranks() -> list[list[Three]]:
-    with TemporaryDirectory() as directory:
-        return run_ranks(2, three_of_all, directory)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks_go_on_to_the_bit(name: str) -> None:
-    for rank in on_two_ranks():
-        check(rank[list(CASES).index(name)])
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_lone_rank_goes_on_to_the_bit(name: str, tmp_path: Path) -> None:
-    check(three(CASES[name], tmp_path))
+BETWEEN = Case(strategy=LocalSGD(rate=0.25))
 
 
 def hand_over(rank: int, directory: str) -> tuple[list[torch.Tensor], list[torch.Tensor], tuple[str, ...]]:
-    saving = Job(CASES["between averages"], rank, 2).train(SAVED_AT)
+    saving = Job(BETWEEN, rank).train(SAVED_AT)
     saving.save(Path(directory))
     with saving.parallel.settled():
         means = [parameter.detach().clone() for parameter in saving.model.parameters()]
-    loading = Job(Case(strategy=DDP()), rank, 2)
+    loading = Job(Case(strategy=DDP()), rank)
     restored = loading.load(Path(directory))
     return means, [p.detach().clone() for p in loading.model.parameters()], restored.notes
 
@@ -90,19 +57,8 @@ def test_equal_replicas_are_saved_once(tmp_path: Path) -> None:
     assert sizes[1] > sizes[0] + 3 * masters  # masters and two moments of this rank's own
 
 
-def test_evaluating_and_saving_change_nothing(tmp_path: Path) -> None:
-    case = CASES["between averages"]
-    straight = Job(case).train().holds()
-    job = Job(case).train(SAVED_AT)
-    with job.parallel.settled():
-        job.model.state_dict()
-    job.save(tmp_path)
-    job.parallel.state_dict()
-    assert differing(straight, job.train().holds()) == []
-
-
 def test_a_replica_of_before_departures_were_counted_goes_on_to_the_bit() -> None:
-    case = CASES["between averages"]
+    case = BETWEEN
     straight = Job(case).train().holds()
     job = Job(case).train(SAVED_AT)
     state = copy.deepcopy(job.parallel.job.replica.state_dict())

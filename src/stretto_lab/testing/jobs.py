@@ -194,7 +194,11 @@ class Course:
     """After how many micro-batches these updates came; then what all updates reported, but for times and bytes."""
     records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     incidents: list[Incident] = dataclasses.field(default_factory=list)
+    masters: list[Tensor] = dataclasses.field(default_factory=list)
+    """This rank's own, of which a narrow model shows a few bits, before `finish`."""
     final: State = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """What the checkpoint could not bring back."""
     ended_by: str | None = None
     """The error that ended a damaged job early."""
 
@@ -209,9 +213,10 @@ class Course:
     def differs_from(self, expected: "Course", what: str, after: int = 0) -> list[str]:
         """Return how this course differs from what another saw after so many updates: the first few places."""
         begin = expected.returned[after - 1] if after else 0
-        rest = (expected.shown[begin:], expected.committed[after:], expected.records[after:], expected.final)
-        own = (self.shown, self.committed, self.records, self.final)
-        names = ("state shown", "state committed", "record", "state after finish")
+        rest = (expected.shown[begin:], expected.committed[after:], expected.records[after:], expected.masters)
+        own = (self.shown, self.committed, self.records, self.masters)
+        rest, own = (*rest, expected.final, expected.notes), (*own, self.final, self.notes)
+        names = ("state shown", "state committed", "record", "master", "state after finish", "note")
         found = [differing(a, b, name) for name, a, b in zip(names, rest, own, strict=True)]
         return [f"{what}, {text}" for texts in found for text in texts[:3]]
 
@@ -235,7 +240,9 @@ def train(
     try:
         with parallel:
             if source is not None:
-                scheduler.load_state_dict(checkpoint.load(parallel, source, loader=batches).extra)
+                restored = checkpoint.load(parallel, source, loader=batches)
+                scheduler.load_state_dict(restored.extra)
+                course.notes = restored.notes
             save()
             for batch in batches:
                 update = parallel.micro_batch(loss, batch, weight=1.0 + 0.25 * rank)
@@ -253,6 +260,7 @@ def train(
                 save()
                 if job.damage is not None and update.step == job.damage.behind:
                     job.damage.strike(parallel)
+            course.masters = [master.clone() for master in parallel.job.sharded.masters]
             for update in parallel.finish():
                 course.note(update)
     except StrettoError as error:

@@ -198,7 +198,7 @@ def _job_faults(job: Job, size: int, run: RunRanks) -> list[str]:
     first, *others = watched = run(size, functools.partial(train, job))
     broken = []
     for rank, other in enumerate(others, start=1):
-        alike = dataclasses.replace(other, shown=first.shown)
+        alike = dataclasses.replace(other, shown=first.shown, masters=first.masters)
         broken += alike.differs_from(first, f"rank {rank} of {size}, against rank 0")
     unwatched = run(size, functools.partial(train, dataclasses.replace(job, looks=False)))
     for rank, (one, other) in enumerate(zip(watched, unwatched, strict=True)):
