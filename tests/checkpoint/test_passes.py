@@ -287,6 +287,7 @@ def check(case: Case, folder: Path) -> None:
     whole = on_cluster(case, folder)
     assert len({run.steps for run in whole}) == 1, case
     for rank, run in enumerate(whole):
+        assert torch.equal(run.weight, whole[0].weight), case
         expect_passes(case, rank, run)
     if any(run.saved is None for run in whole):
         return

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from stretto import DPU, DataParallel, Options, WeightPrediction, ZeRO1
 from stretto_lab import testing
@@ -101,14 +100,6 @@ def test_the_estimate_is_never_taken_for_the_parameters(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), job.model.parameters(), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(model.parameters(), shown, strict=True))
     assert {f"shown.{name}" for name, p in model.named_parameters() if p.requires_grad} <= stored_names(path)
-
-
-def test_it_can_be_turned_into_one_file(tmp_path: Path) -> None:
-    job = Job(Case()).train(SAVED_AT)
-    dcp_to_torch_save(job.save(tmp_path), tmp_path / "all.pt")
-    found = torch.load(tmp_path / "all.pt", weights_only=False)["model"]
-    with job.parallel.settled():
-        assert all(torch.equal(value, found[name]) for name, value in job.model.state_dict().items())
 
 
 def through_plain_tools(rank: int, directory: str, world_size: int) -> None:

@@ -1,6 +1,8 @@
 """What travels is looked after in checkpoints, is taken over by other jobs, and is watched by guards."""
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,13 @@ from tests.diloco.jobs import Course, go_on, on_cluster, start
 
 STRATEGY = st.DiLoCo(interval=4, delay=2, mix=0.25)
 SPLIT = st.DiLoCo(interval=4, fragments=2, delay=1)
+BY_NODES = dataclasses.replace(STRATEGY, worker="node")
+
+
+def ranks_for(strategy: st.DiLoCo | st.LocalSGD, wire: str = "fp32") -> dict[str, Any]:
+    """How many ranks, and under which options."""
+    is_node = strategy.worker == "node"
+    return {"ranks": 4 if is_node else 3, "options": {"wire": wire, "ranks_per_node": 2 if is_node else None}}
 
 
 @pytest.mark.parametrize("loads", [True, False], ids=["load", "save beside training"])
@@ -40,30 +49,6 @@ def test_checkpoints_talk_only_once_a_fragment_has_arrived(loads: bool, tmp_path
         assert all(map(torch.equal, course.shown[-5:], found))
 
 
-def test_other_fragments_begin_with_the_mean_and_a_note(tmp_path: Path) -> None:
-    """Six buckets: cut into three fragments or into two they have the same layout."""
-
-    def save(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
-        parallel = start(rank, group, st.DiLoCo(6, fragments=3))
-        go_on(parallel, range(5), Course([], [], [], 0, parallel))
-        checkpoint.save(parallel, tmp_path)
-        with parallel.settled():
-            return parallel.model.weight.detach().clone()
-
-    def load(rank: int, group: dist.ProcessGroup) -> tuple[tuple[str, ...], torch.Tensor]:
-        parallel = start(rank, group, st.DiLoCo(6, fragments=2))
-        notes = checkpoint.load(parallel, tmp_path).notes
-        shown = parallel.model.weight.detach().clone()
-        go_on(parallel, range(5, 9), Course([], [], [], 0, parallel))
-        parallel.finish()
-        return notes, shown
-
-    means = VirtualCluster(2).run(save).values
-    for notes, shown in VirtualCluster(2).run(load).values:
-        assert len(notes) == 1
-        assert torch.equal(shown, means[0])
-
-
 def test_a_fragment_that_is_under_way_for_longer_than_a_new_delay_lands_at_once(tmp_path: Path) -> None:
     def save(rank: int, group: dist.ProcessGroup) -> None:
         parallel = start(rank, group, st.DiLoCo(8, delay=6))
@@ -84,60 +69,18 @@ def test_a_fragment_that_is_under_way_for_longer_than_a_new_delay_lands_at_once(
         assert gaps[0] == 0
 
 
-@pytest.mark.parametrize("strategy", [st.DDP(), st.PAFTDyn(), st.LocalSGD(0.5), STRATEGY], ids=str)
-def test_counts_of_another_kind_of_replica_are_left_where_they_are(
-    strategy: st.Strategy, tmp_path: Path
-) -> None:
-    def save(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
-        parallel = start(rank, group, st.PAFTSync(interval=4))
-        go_on(parallel, range(3), Course([], [], [], 0, parallel))
-        checkpoint.save(parallel, tmp_path)
-        parallel.finish()
-        return parallel.model.weight.detach().clone()
-
-    def load(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
-        parallel = start(rank, group, strategy)
-        checkpoint.load(parallel, tmp_path)
-        shown = parallel.model.weight.detach().clone()
-        go_on(parallel, range(3, 5), Course([], [], [], 0, parallel))
-        parallel.finish()
-        return shown
-
-    saved = VirtualCluster(2).run(save).values
-    for shown in VirtualCluster(2).run(load).values:
-        assert torch.equal(shown, saved[0])
-
-
-def test_other_ranks_begin_with_the_mean_and_a_new_velocity(tmp_path: Path) -> None:
-    def save(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
-        parallel = start(rank, group, STRATEGY)
-        go_on(parallel, range(5), Course([], [], [], 0, parallel))
-        checkpoint.save(parallel, tmp_path)
-        with parallel.settled():
-            return parallel.model.weight.detach().clone()
-
-    def load(rank: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        parallel = start(rank, group, STRATEGY)
-        checkpoint.load(parallel, tmp_path)
-        (fragment,) = parallel.job.replica.fragments
-        anchor = torch.cat([view.clone() for view in fragment.anchor_by_bucket])
-        shown = parallel.model.weight.detach().clone()
-        return shown, [anchor[: shown.numel()].view_as(shown), *fragment.velocity]
-
-    means = VirtualCluster(2).run(save).values
-    for shown, (anchor, *velocity) in VirtualCluster(3).run(load).values:
-        assert torch.equal(shown, means[0])
-        assert torch.equal(anchor, shown)
-        assert not any(part.any() for part in velocity)
-
-
 @pytest.mark.parametrize(
     "strategy",
-    [STRATEGY, SPLIT, st.DiLoCo(interval=3), st.DiLoCo(interval=3, mix=0.5, nesterov=False)],
+    [
+        *(STRATEGY, SPLIT, st.DiLoCo(interval=3), st.DiLoCo(interval=3, mix=0.5, nesterov=False)),
+        *(BY_NODES, st.LocalSGD(rate=0.25, state=True, worker="node")),
+    ],
     ids=repr,
 )
-def test_standard_guards_change_nothing_and_report_nothing(strategy: st.DiLoCo) -> None:
-    bare, guarded = on_cluster(strategy, ranks=3), on_cluster(strategy, ranks=3, guards="standard")
+def test_standard_guards_change_nothing_and_report_nothing(strategy: st.Strategy) -> None:
+    bare, guarded = (
+        on_cluster(strategy, **ranks_for(strategy), guards=guards) for guards in ((), "standard")
+    )
     for expected, found in zip(bare, guarded, strict=True):
         assert all(map(torch.equal, expected.shown, found.shown))
         assert not any(update.incidents for update in found.updates)
@@ -150,9 +93,10 @@ def damaged(
     strategy: st.DiLoCo, behind: int, what: str, guards: tuple[st.Guard, ...] = GUARDS, wire: str = "fp32"
 ) -> list[tuple[list[torch.Tensor], list[Incident]]]:
     """Flip a bit of something on rank 1, after an update."""
+    chosen = ranks_for(strategy, wire)
 
     def program(rank: int, group: dist.ProcessGroup) -> tuple[list[torch.Tensor], list[Incident]]:
-        parallel = start(rank, group, strategy, guards=guards, options={"wire": wire})
+        parallel = start(rank, group, strategy, guards=guards, options=chosen["options"])
         course = Course([], [], [], 0, parallel)
         for step in range(11):
             go_on(parallel, range(step, step + 1), course)
@@ -171,23 +115,24 @@ def damaged(
         found = [incident for update in course.updates for incident in update.incidents]
         return course.shown, [*found, *parallel.late_incidents]
 
-    return list(VirtualCluster(3).run(program).values)
+    return list(VirtualCluster(chosen["ranks"]).run(program).values)
 
 
-@pytest.mark.parametrize("what", ["anchor", "velocity", "masters"])
-def test_what_changes_at_rest_is_named_and_mended(what: str) -> None:
-    clean = on_cluster(STRATEGY, ranks=3)
-    for expected, (shown, incidents) in zip(clean, damaged(STRATEGY, 7, what), strict=True):
-        assert [(found.guard, found.site, found.ranks) for found in incidents] == [("rest", what, (1,))]
-        assert all(map(torch.equal, expected.shown, shown))
-
-
-@pytest.mark.parametrize("what", ["owed", "lost"])
-def test_what_a_packed_wire_owes_or_has_lost_is_named_and_mended(what: str) -> None:
-    clean = on_cluster(STRATEGY, ranks=3, options={"wire": "int4"})
-    found = damaged(STRATEGY, 7, what, wire="int4")
-    for expected, (shown, incidents) in zip(clean, found, strict=True):
-        assert [(one.guard, one.site, one.ranks) for one in incidents] == [("rest", "error memory", (1,))]
+@pytest.mark.parametrize(
+    ("what", "site", "strategy", "wire"),
+    [
+        *((what, what, STRATEGY, "fp32") for what in ("anchor", "velocity", "masters")),
+        *((what, "error memory", STRATEGY, "int4") for what in ("owed", "lost")),
+        ("masters", "masters", BY_NODES, "fp32"),
+    ],
+)
+def test_what_changes_at_rest_is_named_and_mended(
+    what: str, site: str, strategy: st.DiLoCo, wire: str
+) -> None:
+    clean = on_cluster(strategy, **ranks_for(strategy, wire))
+    for expected, (shown, incidents) in zip(clean, damaged(strategy, 7, what, wire=wire), strict=True):
+        assert {(one.guard, one.site, one.ranks) for one in incidents} == {("rest", site, (1,))}
+        assert len(incidents) == 1 or strategy is BY_NODES
         assert all(map(torch.equal, expected.shown, shown))
 
 

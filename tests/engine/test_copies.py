@@ -23,38 +23,6 @@ def in_mid_job() -> tuple[nn.Module, stretto.DataParallel]:
     return model, parallel
 
 
-@pytest.mark.parametrize(
-    "how", [copy.deepcopy, lambda model: AveragedModel(model).module], ids=["deepcopy", "average"]
-)
-def test_a_copy_trains_and_saves_by_itself(how: object) -> None:
-    model, parallel = in_mid_job()
-    with parallel.settled():
-        twin = how(model)
-    assert parallel.job.model.shown == "estimate"
-    twin.state_dict()  # of the job's own model this is an error while it shows an estimate
-    steps = parallel.steps
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-    twin(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    assert parallel.steps == steps
-    parallel.backward(model(torch.ones(2, 3)).square().mean())
-    parallel.finish()
-    twin(torch.ones(2, 3))  # also after the job's end
-
-
-def test_a_model_is_pickled_in_mid_job() -> None:
-    model, parallel = in_mid_job()
-    content = io.BytesIO()
-    with parallel.settled():
-        torch.save(model, content)
-        content.seek(0)
-        loaded = torch.load(content, weights_only=False)
-        pairs = zip(loaded.parameters(), model.parameters(), strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
-    loaded(torch.ones(1, 3)).sum().backward()
-    parallel.finish()
-
-
 TAKERS = {
     "deepcopy": copy.deepcopy,
     "average": AveragedModel,

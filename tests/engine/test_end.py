@@ -4,9 +4,8 @@ import dataclasses
 import functools
 
 import pytest
-import torch
 
-from stretto import ACCO, DDP, DataParallel, WeightPrediction, errors
+from stretto import ACCO, DataParallel, WeightPrediction
 from stretto.strategies import Strategy
 from tests.exactness.checks import check, recorded_counts
 from tests.exactness.jobs import (
@@ -198,18 +197,3 @@ def test_model_is_an_ordinary_one_after_finish() -> None:
     model.state_dict()
     mean_loss(model, stream(case, 0)[0]).backward()
     optimizer.step()
-
-
-@pytest.mark.parametrize("call", ["backward", "count_micro_batch", "finish", "settled"])
-def test_use_after_finish_is_refused(call: str) -> None:
-    case = Case(strategy=DDP())
-    model = build_model(case)
-    parallel = DataParallel(model, build_optimizer(case, model.parameters()), case.strategy, micro_batches=1)
-    parallel.backward(mean_loss(model, stream(case, 0)[0]))
-    parallel.finish()
-    if call == "settled":
-        with parallel.settled():  # what is shown is what was committed
-            return
-    arguments = (torch.zeros((), requires_grad=True),) if call == "backward" else ()
-    with pytest.raises(errors.Finished, match="finish"):
-        getattr(parallel, call)(*arguments)

@@ -1,7 +1,6 @@
 """`feed` hands out each batch once, and ends where it should: with the data, or at an exact number of updates."""
 
 import dataclasses
-import functools
 import itertools
 import math
 import random
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 import stretto
-from stretto import DPU, PAFTSync, WeightPrediction, ZeRO1, checkpoint
+from stretto import checkpoint
 from stretto.strategies import STRATEGIES, Strategy
 from stretto_lab.virtual import VirtualCluster
 from tests.draws import part
@@ -73,66 +72,6 @@ def run(
     told += parallel.finish()
     assert int(model[0].num_batches_tracked) == len(seen)  # no forward pass for nothing
     return Run(seen, told, scheduler.last_epoch, model[1].weight.detach().clone())
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("strategy", EVERY)
-def test_every_batch_is_seen_once_and_the_schedule_ends_with_the_data(
-    strategy: Strategy, world_size: int
-) -> None:
-    draws = random.Random(1)
-    for _ in range(3):
-        length, is_sized = draws.randint(2, 9), draws.random() < 0.5
-        program = functools.partial(run, strategy=strategy, length=length, is_sized=is_sized)
-        found = VirtualCluster(world_size).run(program).values
-        for rank, one in enumerate(found):
-            generator = torch.Generator().manual_seed(rank)
-            expected = [float(torch.randn(4, 3, generator=generator)[0, 0]) for _ in range(length)]
-            assert one.seen == expected, (length, is_sized)
-            assert len(one.updates) == one.turned == math.ceil(length / 2), (length, is_sized)
-            assert all(math.isfinite(update.loss) for update in one.updates)
-            assert torch.equal(one.weight, found[0].weight)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("strategy", EVERY)
-def test_an_exact_number_of_updates_ends_there_and_nothing_is_committed_behind(
-    strategy: Strategy, world_size: int
-) -> None:
-    for updates in (1, 4):
-        program = functools.partial(run, strategy=strategy, length=20, updates=updates)
-        for one in VirtualCluster(world_size).run(program).values:
-            assert [update.step for update in one.updates] == list(range(1, updates + 1))
-            assert one.turned == updates
-            assert len(one.seen) == 2 * updates  # and no batch is taken that no update holds
-
-
-@pytest.mark.parametrize("strategy", EVERY)
-def test_epochs_follow_each_other_without_a_batch_lost_or_repeated(strategy: Strategy) -> None:
-    program = functools.partial(run, strategy=strategy, length=4, epochs=3)
-    for one in VirtualCluster(2).run(program).values:
-        assert len(one.seen) == 12
-        assert sum(sum(update.micro_batches) for update in one.updates) >= 12
-        assert len(one.updates) == one.turned == 6
-
-
-@pytest.mark.parametrize("strategy", [ZeRO1(), DPU(), WeightPrediction(), PAFTSync()], ids=lambda s: s.name)
-def test_ranks_with_unequal_data_count_every_batch_until_all_have_ended(strategy: Strategy) -> None:
-    def program(rank: int, group: dist.ProcessGroup) -> tuple[int, int]:
-        model = nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
-        parallel = stretto.DataParallel(
-            model, optimizer, strategy, scheduler=scheduler, micro_batches=2, group=group
-        )
-        updates: list[stretto.Update] = []
-        batches = [torch.ones(1, 3)] * (3 + 5 * rank)
-        for batch in parallel.feed(Unsized(batches), until="all", on_update=updates.append):
-            parallel.backward(model(batch).sum())
-        updates += parallel.finish()
-        return sum(sum(update.micro_batches) for update in updates), scheduler.last_epoch
-
-    assert VirtualCluster(2).run(program).values == ((11, 4), (11, 4))
 
 
 UNEQUAL = (

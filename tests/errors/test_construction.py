@@ -1,5 +1,6 @@
 """What cannot be trained is refused when it is wrapped, with one clear error and nothing left behind."""
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -11,10 +12,241 @@ import torch.distributed as dist
 from torch import nn
 
 import stretto as st
-from stretto.errors import ConfigError, StrettoError, UnknownName, UnsupportedModel, UnsupportedOptimizer
+from stretto.errors import ConfigError, UnknownName, UnsupportedModel, UnsupportedOptimizer
 from stretto.strategies import strategy_by_name
 from stretto_lab.peers import PEERS, make_peer
 from tests.errors.tiny import STRATEGIES, says, tiny_model
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer over whatever parameters, some of which it would refuse by itself: they are not its affair here."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    return optimizer
+
+
+def wrap(
+    strategy: Any = None,
+    micro_batches: Any = 1,
+    *,
+    model: nn.Module | None = None,
+    optimizer: Callable[[nn.Module], Any] = sgd,
+    **settings: Any,
+) -> st.DataParallel:
+    model = tiny_model() if model is None else model
+    return st.DataParallel(model, optimizer(model), strategy, micro_batches=micro_batches, **settings)
+
+
+def holding(value: torch.Tensor) -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.odd = nn.Parameter(value)
+    return model
+
+
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+Row = tuple[Callable[[], Any], type[Exception], tuple[str, ...]]
+MODELS: list[Row] = [
+    (
+        lambda: wrap(model=tiny_model().requires_grad_(False)),
+        UnsupportedModel,
+        ("no trainable parameter", "expected at least one requires_grad=True"),
+    ),
+    *(
+        (
+            lambda dtype=dtype: wrap(model=holding(torch.ones(2).to(dtype))),
+            UnsupportedModel,
+            ("'odd'", str(dtype), "expected", "torch.float32", remedy),
+        )
+        for dtype, remedy in (
+            (torch.complex64, "pairs of real"),
+            (torch.float16, "use bfloat16"),
+            (torch.float8_e4m3fn, "requires_grad_(False)"),
+        )
+    ),
+    (
+        lambda: wrap(model=nn.Linear(2, 2, device="meta")),
+        UnsupportedModel,
+        ("'weight'", "no values", "meta device"),
+    ),
+    (lambda: wrap(model=nn.LazyLinear(2)), UnsupportedModel, ("'weight'", "run a forward pass")),
+    (
+        lambda: st.DataParallel(tiny_model().forward, sgd(tiny_model())),
+        UnsupportedModel,
+        ("expected an nn.Module", "method"),
+    ),
+]
+OPTIMIZERS: list[Row] = [
+    *(
+        (
+            lambda make=make, strategy=strategy: wrap(STRATEGIES[strategy], optimizer=make),
+            UnsupportedOptimizer,
+            (name, "expected", "AdamW"),
+        )
+        for (name, make), strategy in itertools.product(
+            {
+                "LBFGS": lambda model: torch.optim.LBFGS(model.parameters()),
+                "SparseAdam": lambda model: torch.optim.SparseAdam(list(model.parameters())),
+            }.items(),
+            ("ddp", "zero1"),
+        )
+    ),
+    (
+        lambda: wrap(optimizer=lambda model: torch.optim.SGD(model[0].parameters(), lr=0.1)),
+        UnsupportedOptimizer,
+        ("2 trainable parameters are in no group", "'2.weight'", "add them or freeze them"),
+    ),
+    (
+        lambda: wrap(
+            optimizer=lambda model: torch.optim.SGD(
+                [*model.parameters(), *nn.Linear(2, 2).parameters()], lr=0.1
+            )
+        ),
+        UnsupportedOptimizer,
+        ("2 parameters that the model does not have", "build it from model.parameters()"),
+    ),
+    (lambda: wrap(optimizer=stepped), UnsupportedOptimizer, ("has not stepped yet", "checkpoint")),
+    (
+        lambda: wrap(optimizer=lambda model: torch.optim.lr_scheduler.ConstantLR(sgd(model))),
+        UnsupportedOptimizer,
+        ("expected a torch.optim.Optimizer", "ConstantLR"),
+    ),
+    (
+        lambda: wrap(scheduler=sgd(tiny_model())),
+        ConfigError,
+        ("scheduler: expected one of torch.optim.lr_scheduler", "SGD"),
+    ),
+]
+STRATEGIES_AND_COUNTS: list[Row] = [
+    (lambda strategy=strategy, count=count: wrap(strategy, count), ConfigError, words)
+    for strategy, count, words in (
+        (st.ZeRO1(), 0, ("micro_batches=0", "at least 1")),
+        (st.ZeRO1(), -3, ("micro_batches=-3", "at least 1")),
+        (st.ZeRO1(), 2.5, ("micro_batches=2.5", "expected an integer")),
+        (None, True, ("micro_batches=True", "expected an integer")),
+        (st.ACCO(), 1, ("acco needs at least 2 micro-batches", "got 1", "raise micro_batches")),
+        (st.ACCO(first=0), 4, ("ACCO(first=0) with 4", "at least 1")),
+        (st.ACCO(first=4), 4, ("ACCO(first=4) with 4", "at least one for the second half")),
+        (st.ACCO, 4, ("strategy", "an instance such as ACCO()")),
+        ("acco", 4, ("strategy", "an instance such as ACCO()", "'acco'")),
+        (st.ACCO(first=1), st.Clock(), ("ACCO(first=1)", "Clock", "leave out one")),
+    )
+]
+COUNTS: list[Row] = [
+    (lambda ask=ask, wrong=wrong: ask(wrong), ConfigError, (words,))
+    for wrong in (True, -1, 2.5, "3", float("nan"))
+    for ask, words in (
+        (lambda wrong: wrap(micro_batches=wrong), "micro_batches"),
+        (
+            lambda wrong: make_peer(next(iter(PEERS)), tiny_model(), sgd(tiny_model()), wrong),
+            "fixed number of micro-batches",
+        ),
+        (
+            lambda wrong: next(iter(wrap().feed([torch.ones(1, 4)], updates=wrong))),
+            "expected a number of updates",
+        ),
+    )
+]
+NEEDS_EQUAL_PARAMETERS = "audit runs a rank's micro-batches again on another"
+SETTINGS: list[Row] = [
+    (lambda settings=settings: wrap(**settings), ConfigError, words)
+    for settings, words in (
+        *(
+            ({"options": options}, ("options: expected Options(...)", repr(options)))
+            for options in ({"clip_norm": 1.0}, "int4", st.Options)
+        ),
+        ({"guards": "standart"}, ("'standart'", "did you mean 'standard'?")),
+        ({"guards": st.AtRest()}, ("expected 'standard' or a sequence of guards", "AtRest()")),
+        ({"guards": [st.AtRest]}, ("expected 'standard' or instances", "did you mean AtRest()?")),
+        ({"clip_norm": 1.0}, ("write options=stretto.Options(clip_norm=1.0)",)),
+        *(
+            (
+                {"strategy": strategy, "options": st.Options(changes="int2")},
+                ("Options(changes='int2')", f"strategy {strategy.name} sends no changes", *more),
+            )
+            for strategy, more in ((st.DDP(), ("leave it out", "zero1")), (st.LocalSGD(), ()))
+        ),
+        *(
+            ({"strategy": strategy, "guards": (st.Audit(),)}, (NEEDS_EQUAL_PARAMETERS,))
+            for strategy in (
+                st.LocalSGD(),
+                st.LocalSGD(rate=0.5, state=True),
+                *(kind(overlap=overlap) for kind in (st.PAFTSync, st.PAFTDyn) for overlap in (False, True)),
+            )
+        ),
+    )
+]
+PARTS: list[Row] = [
+    (lambda kind=kind, options=options: kind(**options), ConfigError, words)
+    for kind, options, *words in (
+        *(
+            (
+                st.Clock, {"minimum": minimum, "maximum": maximum},
+                f"minimum={minimum}, maximum={maximum}", "expected 1 <= minimum <= maximum",
+            )
+            for minimum, maximum in ((3, 2), (0, 4), (-1, -1))
+        ),
+        *(
+            (st.Options, {field: value}, f"Options({field}={value!r})", f"expected {expected}")
+            for field, value, expected in (
+                ("wire", "fp8", "one of fp32, bf16, int8"),
+                ("exchange", "ring", "one of auto, native, direct"),
+                ("nonfinite", "ignore", "one of raise, skip"),
+                ("accumulate", "fp64", "one of fp32, parameter"),
+                ("clip_norm", 0.0, "a positive norm, or None"),
+                ("clip_norm", float("nan"), "a positive norm, or None"),
+                ("bucket_bytes", 0, "a positive number of bytes"),
+                ("timeout_seconds", 0.0, "a positive, finite number of seconds"),
+                ("timeout_seconds", float("inf"), "a positive, finite number of seconds"),
+                ("ranks_per_node", 0, "at least 1"),
+            )
+        ),
+        (st.Options, {"wire": "int8", "exchange": "native"}, "wire='int8'", "expected exchange='direct' or 'auto'"),
+        (st.Options, {"wire": "int4", "exchange": "native"}, "wire='int4'", "expected exchange='direct' or 'auto'"),
+        (st.Options, {"ranks_per_node": 2, "exchange": "native"}, "leave out one of the two"),
+        (st.Audit, {"rate": 0.0}, "Audit"),
+        (st.Audit, {"rate": 1.5}, "Audit"),
+        (st.LocalSGD, {"rate": 1.5}, "rate=1.5): expected averages per update, from 0 to 1"),
+        (st.LocalSGD, {"rate": 0}, "set max_gap, or a rate above 0"),
+        (st.LocalSGD, {"max_gap": 0}, "max_gap=0): expected at least 1 update"),
+        (st.LocalSGD, {"plan": "odd"}, "expected one of even, bernoulli"),
+        (st.DiLoCo, {"interval": 0}, "expected at least 1 update"),
+        (st.DiLoCo, {"interval": 3, "fragments": 4}, "at most one per update of the interval"),
+        (
+            st.DiLoCo, {"interval": 10, "fragments": 4, "delay": 2},
+            "expected from 0 to 1, because a fragment lands before",
+        ),
+        (st.DiLoCo, {"outer_lr": 0.0}, "expected a positive, finite number"),
+        (st.DiLoCo, {"outer_momentum": 1.0}, "expected from 0 to below 1"),
+        (st.DiLoCo, {"mix": 1.0, "delay": 1}, "expected from 0 to below 1"),
+        (st.DiLoCo, {"keep_progress": True}, "nothing has changed since"),
+        (strategy_by_name, {"name": "hogwild"}, "'hogwild'", *STRATEGIES),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("build", "kind", "words"),
+    [*MODELS, *OPTIMIZERS, *STRATEGIES_AND_COUNTS, *COUNTS, *SETTINGS, *PARTS],
+    ids=lambda value: value[0][:50] if isinstance(value, tuple | list) else "",
+)
+def test_what_cannot_be_is_refused_with_its_name(
+    build: Callable[[], Any], kind: type[Exception], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(kind) as caught:
+        build()
+    assert isinstance(caught.value, UnknownName) == (words[0] == "'hogwild'")
+    assert says(caught.value, *words)
+
+
+def test_an_argument_that_does_not_exist_is_pythons_affair() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'clipnorm'"):
+        wrap(clipnorm=1.0)
 
 
 @pytest.fixture
@@ -25,49 +257,17 @@ def group_of_one() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def refused(model: nn.Module, kind: type[StrettoError]) -> StrettoError:
-    """The error that wrapping `model` with an ordinary optimizer raises."""
-    # An optimizer refuses some models by itself; its parameters are not what is tested here.
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    optimizer.param_groups[0]["params"] = list(model.parameters())
-    with pytest.raises(kind) as caught:
-        st.DataParallel(model, optimizer)
-    return caught.value
+def test_a_sharded_or_already_wrapped_model_is_refused(group_of_one: None) -> None:
+    from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
-
-def holding(value: torch.Tensor) -> nn.Module:
     model = nn.Linear(2, 2)
-    model.odd = nn.Parameter(value)
-    return model
-
-
-def test_a_model_without_trainable_parameters_is_refused() -> None:
-    error = refused(tiny_model().requires_grad_(False), UnsupportedModel)
-    assert says(error, "no trainable parameter", "expected at least one requires_grad=True")
-
-
-@pytest.mark.parametrize("options", [{"clip_norm": 1.0}, "int4", st.Options])
-def test_options_of_another_kind_are_refused(options: Any) -> None:
-    model = tiny_model()
-    with pytest.raises(ConfigError) as caught:
-        st.DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), options=options)
-    assert says(caught.value, "options: expected Options(...)", repr(options))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "remedy"),
-    [
-        (torch.complex64, "pairs of real"),
-        (torch.float16, "use bfloat16"),
-        (torch.float8_e4m3fn, "requires_grad_(False)"),
-    ],
-    ids=str,
-)
-def test_a_trainable_parameter_of_a_dtype_that_cannot_be_averaged_is_named(
-    dtype: torch.dtype, remedy: str
-) -> None:
-    error = refused(holding(torch.ones(2).to(dtype)), UnsupportedModel)
-    assert says(error, "'odd'", str(dtype), "expected", "torch.float32", remedy)
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), init_device_mesh("cpu", (1,))))
+    with pytest.raises(UnsupportedModel) as caught:
+        wrap(model=model)
+    assert says(caught.value, "'weight'", "DTensor", "mesh=mesh['node']")
+    with pytest.raises(UnsupportedModel) as caught:
+        wrap(model=nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
+    assert says(caught.value, "DistributedDataParallel", ".module")
 
 
 def test_a_frozen_integer_parameter_is_carried_along() -> None:
@@ -79,41 +279,6 @@ def test_a_frozen_integer_parameter_is_carried_along() -> None:
     )
     assert parallel.backward(model(torch.ones(1, 2)).sum()) is not None
     assert model.steps.tolist() == [3, 4]
-
-
-def test_a_parameter_without_values_is_named() -> None:
-    assert says(
-        refused(nn.Linear(2, 2, device="meta"), UnsupportedModel), "'weight'", "no values", "meta device"
-    )
-    assert says(refused(nn.LazyLinear(2), UnsupportedModel), "'weight'", "run a forward pass")
-
-
-def test_a_sharded_or_already_wrapped_model_is_refused(group_of_one: None) -> None:
-    from torch.distributed.tensor import distribute_tensor, init_device_mesh
-
-    mesh = init_device_mesh("cpu", (1,))
-    model = nn.Linear(2, 2)
-    model.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh))
-    assert says(refused(model, UnsupportedModel), "'weight'", "DTensor", "mesh=mesh['node']")
-    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
-    assert says(refused(wrapped, UnsupportedModel), "DistributedDataParallel", ".module")
-
-
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "LBFGS": lambda model: torch.optim.LBFGS(model.parameters()),
-    "SparseAdam": lambda model: torch.optim.SparseAdam(list(model.parameters())),
-}
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_that_needs_more_than_a_dense_gradient_is_refused_replicated_or_not(
-    name: str, strategy: str
-) -> None:
-    model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False))
-    with pytest.raises(UnsupportedOptimizer) as caught:
-        st.DataParallel(model, OPTIMIZERS[name](model), STRATEGIES[strategy])
-    assert says(caught.value, name, "expected", "AdamW")
 
 
 @pytest.mark.parametrize(
@@ -153,164 +318,6 @@ def test_an_optimizer_without_a_learning_rate_trains_and_reports_none(strategy: 
     assert json.loads(json.dumps(updates[0].as_json(), allow_nan=False))["learning_rates"] == [None]
 
 
-def test_an_optimizer_over_other_parameters_than_the_models_is_refused() -> None:
-    model = tiny_model()
-    some = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    with pytest.raises(UnsupportedOptimizer) as caught:
-        st.DataParallel(model, some)
-    assert says(
-        caught.value, "2 trainable parameters are in no group", "'2.weight'", "add them or freeze them"
-    )
-    more = torch.optim.SGD([*model.parameters(), *nn.Linear(2, 2).parameters()], lr=0.1)
-    with pytest.raises(UnsupportedOptimizer) as caught:
-        st.DataParallel(model, more)
-    assert says(caught.value, "2 parameters that the model does not have", "build it from model.parameters()")
-
-
-def test_an_optimizer_that_has_stepped_is_refused_since_its_state_would_be_lost() -> None:
-    model = tiny_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    with pytest.raises(UnsupportedOptimizer) as caught:
-        st.DataParallel(model, optimizer)
-    assert says(caught.value, "has not stepped yet", "checkpoint")
-
-
-@pytest.mark.parametrize(
-    ("strategy", "micro_batches", "parts"),
-    [
-        (st.ZeRO1(), 0, ("micro_batches=0", "at least 1")),
-        (st.ZeRO1(), -3, ("micro_batches=-3", "at least 1")),
-        (st.ZeRO1(), 2.5, ("micro_batches=2.5", "expected an integer")),
-        (st.ACCO(), 1, ("acco needs at least 2 micro-batches", "got 1", "raise micro_batches")),
-        (st.ACCO(first=0), 4, ("ACCO(first=0) with 4", "at least 1")),
-        (st.ACCO(first=4), 4, ("ACCO(first=4) with 4", "at least one for the second half")),
-        (st.ACCO, 4, ("strategy", "an instance such as ACCO()")),
-        ("acco", 4, ("strategy", "an instance such as ACCO()", "'acco'")),
-        (st.ACCO(first=1), st.Clock(), ("ACCO(first=1)", "Clock", "leave out one")),
-    ],
-)
-def test_impossible_counts_and_strategies_are_refused(
-    strategy: st.Strategy, micro_batches: int | st.Clock, parts: tuple[str, ...]
-) -> None:
-    model = tiny_model()
-    with pytest.raises(ConfigError) as caught:
-        st.DataParallel(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, micro_batches=micro_batches
-        )
-    assert says(caught.value, *parts)
-
-
-@pytest.mark.parametrize(("minimum", "maximum"), [(3, 2), (0, 4), (-1, -1)])
-def test_a_clock_that_cannot_be_kept_is_refused(minimum: int, maximum: int) -> None:
-    with pytest.raises(ConfigError) as caught:
-        st.Clock(minimum=minimum, maximum=maximum)
-    assert says(caught.value, f"minimum={minimum}, maximum={maximum}", "expected 1 <= minimum <= maximum")
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "expected"),
-    [
-        ("wire", "fp8", "one of fp32, bf16, int8"),
-        ("exchange", "ring", "one of auto, native, direct"),
-        ("nonfinite", "ignore", "one of raise, skip"),
-        ("accumulate", "fp64", "one of fp32, parameter"),
-        ("clip_norm", 0.0, "a positive norm, or None"),
-        ("clip_norm", float("nan"), "a positive norm, or None"),
-        ("bucket_bytes", 0, "a positive number of bytes"),
-        ("timeout_seconds", 0.0, "a positive, finite number of seconds"),
-        ("timeout_seconds", float("inf"), "a positive, finite number of seconds"),
-    ],
-)
-def test_an_option_out_of_range_is_refused(field: str, value: object, expected: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        st.Options(**{field: value})
-    assert says(caught.value, f"Options({field}={value!r})", f"expected {expected}")
-
-
-@pytest.mark.parametrize("wire", ["int8", "int4"])
-def test_a_packed_wire_is_refused_where_nobody_unpacks_it(wire: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        st.Options(wire=wire, exchange="native")
-    assert says(caught.value, f"wire={wire!r}", "expected exchange='direct' or 'auto'")
-
-
-@pytest.mark.parametrize(
-    ("strategy", "field", "parts"),
-    [
-        (st.DDP(), "changes", ("strategy ddp sends no changes", "leave it out", "zero1")),
-        (st.LocalSGD(), "changes", ("strategy local sends no changes",)),
-    ],
-    ids=str,
-)
-def test_a_format_of_what_is_not_sent_is_refused(strategy: Any, field: str, parts: tuple[str, ...]) -> None:
-    model = tiny_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = st.Options(**{field: "int2"})
-    with pytest.raises(ConfigError) as caught:
-        st.DataParallel(model, optimizer, strategy, micro_batches=2, options=options)
-    assert says(caught.value, f"Options({field}='int2')", *parts)
-
-
-def test_an_unknown_strategy_is_answered_with_those_that_exist() -> None:
-    with pytest.raises(UnknownName) as caught:
-        strategy_by_name("hogwild")
-    assert says(caught.value, "'hogwild'", *STRATEGIES)
-
-
-def test_things_of_another_kind_are_refused() -> None:
-    model = tiny_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UnsupportedModel) as caught:
-        st.DataParallel(model.forward, optimizer)
-    assert says(caught.value, "expected an nn.Module", "method")
-    with pytest.raises(UnsupportedOptimizer) as caught:
-        st.DataParallel(model, torch.optim.lr_scheduler.ConstantLR(optimizer))
-    assert says(caught.value, "expected a torch.optim.Optimizer", "ConstantLR")
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"guards": "standart"}, ("'standart'", "did you mean 'standard'?")),
-        ({"guards": st.AtRest()}, ("expected 'standard' or a sequence of guards", "AtRest()")),
-        ({"guards": [st.AtRest]}, ("expected 'standard' or instances", "did you mean AtRest()?")),
-        ({"micro_batches": True}, ("micro_batches=True", "expected an integer")),
-    ],
-)
-def test_an_argument_of_another_kind_is_refused_with_what_was_meant(
-    wrong: dict[str, Any], words: tuple[str, ...]
-) -> None:
-    model = tiny_model()
-    with pytest.raises(ConfigError) as caught:
-        st.DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), **wrong)
-    assert says(caught.value, *words)
-
-
-@pytest.mark.parametrize("wrong", [True, -1, 2.5, "3", float("nan")])
-def test_what_is_no_count_is_refused_wherever_one_is_asked_for(wrong: Any) -> None:
-    model = tiny_model()
-
-    def optimizer() -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.1)
-
-    with pytest.raises(ConfigError, match="micro_batches"):
-        st.DataParallel(model, optimizer(), micro_batches=wrong)
-    with pytest.raises(ConfigError, match="fixed number of micro-batches"):
-        make_peer(next(iter(PEERS)), model, optimizer(), wrong)
-    with pytest.raises(ConfigError, match="expected a number of updates"):
-        next(iter(st.DataParallel(model, optimizer()).feed([torch.ones(1, 4)], updates=wrong)))
-
-
-def test_an_optimizer_is_no_scheduler() -> None:
-    model = tiny_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigError) as caught:
-        st.DataParallel(model, optimizer, scheduler=optimizer)
-    assert says(caught.value, "scheduler: expected one of torch.optim.lr_scheduler", "SGD")
-
-
 def test_a_refusal_leaves_model_and_optimizer_as_they_were() -> None:
     model = tiny_model().bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -319,12 +326,3 @@ def test_a_refusal_leaves_model_and_optimizer_as_they_were() -> None:
     model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
     assert all(parameter.grad.dtype == torch.bfloat16 for parameter in model.parameters())
     optimizer.step()
-
-
-def test_an_option_that_is_given_to_the_job_itself_is_told_where_it_belongs() -> None:
-    model = tiny_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match=r"write options=stretto.Options\(clip_norm=1.0\)"):
-        st.DataParallel(model, optimizer, clip_norm=1.0)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'clipnorm'"):
-        st.DataParallel(model, optimizer, clipnorm=1.0)

@@ -165,22 +165,6 @@ def test_after_an_error_the_model_can_be_wrapped_again(strategy: str) -> None:
     again.parallel.finish()
 
 
-@pytest.mark.parametrize("strategy", BOTH_KINDS)
-def test_an_error_in_the_loop_ends_the_job(strategy: str) -> None:
-    job = TinyJob(strategy)
-
-    def fail_in_the_loop() -> None:
-        with job.parallel:
-            job.until_in_flight()
-            raise KeyError("column")
-
-    with pytest.raises(KeyError):
-        fail_in_the_loop()
-    with pytest.raises(Finished) as caught:
-        job.micro_batch()
-    assert says(caught.value, WHERE, "KeyError: 'column'")
-
-
 def test_an_empty_loader_is_refused() -> None:
     job = TinyJob()
     with pytest.raises(ConfigError) as caught:
@@ -221,15 +205,6 @@ def test_a_loop_may_skip_batches_before_the_end_and_feed_again_for_the_next_epoc
     assert steps[2] >= steps[1] + 4
 
 
-def test_after_a_stop_no_further_epoch_is_fed() -> None:
-    job = TinyJob()
-    data = [job.batch() for _ in range(9)]
-    for batch in job.parallel.feed(data):
-        job.parallel.stop()
-        job.parallel.backward(job.model(batch).square().mean())
-    assert list(job.parallel.feed(data)) == []
-
-
 class Sometimes(nn.Module):
     """Uses one of its two parameters only where it is told to."""
 
@@ -252,13 +227,3 @@ def test_a_parameter_that_is_never_used_is_named_at_the_first_update(strategy: s
     assert says(
         caught.value, WHERE, "1 parameters", "'never.weight'", "on any rank", "Options(allow_unused=True)"
     )
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_unused_parameter_that_is_allowed_stays_as_it_is(strategy: str) -> None:
-    job = TinyJob(strategy, model=Sometimes(), options=st.Options(allow_unused=True))
-    before = job.model.get_parameter("never.weight").detach().clone()
-    job.until_update()
-    job.until_update()
-    job.parallel.finish()
-    assert torch.equal(before, job.model.get_parameter("never.weight"))

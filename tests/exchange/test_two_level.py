@@ -222,18 +222,6 @@ def test_on_slow_links_between_nodes_a_round_takes_a_fraction_of_the_time() -> N
     assert nanoseconds("one level") / nanoseconds("two levels") == pytest.approx(4.0, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"ranks_per_node": 0}, "expected at least 1"),
-        ({"ranks_per_node": 2, "exchange": "native"}, "leave out one of the two"),
-    ],
-)
-def test_what_does_not_go_with_nodes_is_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        stretto.Options(**options)
-
-
 def test_unequal_nodes_are_refused() -> None:
     with pytest.raises(ConfigError, match="expected a divisor of the 3 ranks"):
         run(Case(), 2, 3)

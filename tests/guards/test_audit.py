@@ -329,17 +329,6 @@ def test_micro_batches_that_cannot_be_run_again_are_an_error_at_once() -> None:
         trainer.parallel.backward(trainer.model(torch.ones(3, 5)).mean())
 
 
-def test_a_strategy_whose_ranks_drift_apart_cannot_be_audited() -> None:
-    with pytest.raises(ConfigError, match="audit"):
-        Trainer(0, None, st.LocalSGD(rate=0.5), guards=(ALWAYS,))
-
-
-@pytest.mark.parametrize("options", [{"rate": 0.0}, {"rate": 1.5}])
-def test_impossible_options_are_refused(options: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="Audit"):
-        st.Audit(**options)
-
-
 def test_guards_are_read_from_the_command_line() -> None:
     assert parse_guards(["audit:rate=0.02:seed=1", "rest"]) == (st.Audit(rate=0.02, seed=1), st.AtRest())
     for text in ("audits", "audit:share=1", "rest:rate=1"):

@@ -3,12 +3,11 @@
 import copy
 import random
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 
-from stretto import DDP, LocalSGD
+from stretto import LocalSGD
 from stretto.averaging.mean import ReplicaMean
 from stretto.checkpoint.manifest import Manifest
 from stretto.exchange import FP32, Exchange
@@ -19,30 +18,8 @@ from stretto.optimizer.settings import read_hyperparameters
 from stretto_lab.testing import differing
 from tests.checkpoint.jobs import SAVED_AT, Case, Job
 from tests.optimizer.owners import OPTIMIZERS, gradients_for, groups_of, model_of, reduced
-from tests.processes import run_ranks
 
 BETWEEN = Case(strategy=LocalSGD(rate=0.25))
-
-
-def hand_over(rank: int, directory: str) -> tuple[list[torch.Tensor], list[torch.Tensor], tuple[str, ...]]:
-    saving = Job(BETWEEN, rank).train(SAVED_AT)
-    saving.save(Path(directory))
-    with saving.parallel.settled():
-        means = [parameter.detach().clone() for parameter in saving.model.parameters()]
-    loading = Job(Case(strategy=DDP()), rank)
-    restored = loading.load(Path(directory))
-    return means, [p.detach().clone() for p in loading.model.parameters()], restored.notes
-
-
-def test_another_strategy_begins_with_the_mean() -> None:
-    with TemporaryDirectory() as directory:
-        results = run_ranks(2, hand_over, directory)
-    for means, loaded, notes in results:
-        assert all(map(torch.equal, means, loaded))
-        assert all(map(torch.equal, loaded, results[0][1]))
-        assert notes == (
-            "saved under local, continued under ddp: what each rank has stepped alone since the last average dropped",
-        )
 
 
 def test_equal_replicas_are_saved_once(tmp_path: Path) -> None:

@@ -101,34 +101,24 @@ def test_gradients_from_anywhere_count_as_a_micro_batch(bring: object, strategy:
     assert same(model, ours(network(), strategy=strategy))
 
 
-def test_several_backward_passes_make_one_micro_batch() -> None:
-    model, twin = network(), network()
-    parallel, optimizer = (
-        job(model, micro_batches=1),
-        torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9),
-    )
-    for batch in parallel.feed(batches()):
-        for trained in (model, twin):
-            output = trained(batch)
-            output.square().mean().backward(retain_graph=True)
-            output.abs().mean().backward()
-        parallel.count_micro_batch()
-        optimizer.step()
-        optimizer.zero_grad()
-    parallel.finish()
-    assert same(model, twin)
+def in_two_passes(model: nn.Module, batch: Tensor) -> None:
+    output = model(batch)
+    output.square().mean().backward(retain_graph=True)
+    output.abs().mean().backward()
 
 
-def test_clipping_by_hand_before_counting_clips_the_micro_batch() -> None:
+def clipped(model: nn.Module, batch: Tensor) -> None:
+    mean_square(model, batch).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+@pytest.mark.parametrize("bring", [in_two_passes, clipped])
+def test_what_is_done_to_gradients_before_counting_is_done_to_the_micro_batch(bring: object) -> None:
     model, twin = network(), network()
-    parallel, optimizer = (
-        job(model, micro_batches=1),
-        torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9),
-    )
+    parallel, optimizer = job(model, micro_batches=1), sgd(twin)
     for batch in parallel.feed(batches()):
-        for trained in (model, twin):
-            mean_square(trained, batch).backward()
-            nn.utils.clip_grad_norm_(trained.parameters(), 0.01)
+        bring(model, batch)
+        bring(twin, batch)
         parallel.count_micro_batch()
         optimizer.step()
         optimizer.zero_grad()

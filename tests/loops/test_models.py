@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from stretto.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
+from stretto.errors import ConfigError, UnsupportedModel
 from tests.loops.habits import BOTH_KINDS, Loss, job, mean_square, network, ours, plain, same
 from tests.processes import run_ranks
 
@@ -217,15 +217,6 @@ def test_views_of_one_storage_are_refused_exactly_where_they_share_an_element() 
                 job(model)
         else:
             job(model).finish()
-
-
-@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
-def test_an_optimizer_that_needs_more_than_a_dense_gradient_is_refused(name: str) -> None:
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        return getattr(torch.optim, name)(list(model.parameters()))
-
-    with pytest.raises(UnsupportedOptimizer, match="cannot step a tensor by itself"):
-        job(network(), make_optimizer=make)
 
 
 def test_a_parameter_has_one_job_at_a_time() -> None:

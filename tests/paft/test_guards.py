@@ -3,12 +3,10 @@
 import functools
 
 import pytest
-import torch
 
 import stretto as st
-from stretto.errors import ConfigError
 from stretto_lab.faults import Fault
-from tests.paft.noisy import Seen, network, noise, same, train
+from tests.paft.noisy import Seen, noise, same, train
 
 STRATEGIES = {
     "local": st.LocalSGD(rate=0.5),
@@ -64,11 +62,3 @@ def test_replicas_that_noise_parts_between_averages_are_not_reported(state: bool
     found = train(strategy, faults=noise(3, 1e-3), guards=(st.ReplicaGuard(),))
     assert found[0].error is None
     assert found_by(found[0]) == []
-
-
-@EACH
-def test_an_audit_which_needs_equal_parameters_is_refused(name: str) -> None:
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match="audit runs a rank's micro-batches again on another"):
-        st.DataParallel(model, optimizer, STRATEGIES[name], guards=(st.Audit(),))

@@ -14,7 +14,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from functools import cache
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import datasets
 import lightning.pytorch.callbacks
@@ -38,111 +38,81 @@ def gloo() -> dist.ProcessGroup:
     return gloo_group(dist.HashStore(), 0, 1, dist.default_pg_timeout, None)
 
 
-def worker_iterator() -> type:
-    """The class of a loader's iterator over workers."""
-    return torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+def tensor() -> torch.Tensor:
+    return torch.ones(1, requires_grad=True)
 
 
-def product() -> object:
-    """What autograd keeps of a product with a number."""
-    return (torch.ones(1, requires_grad=True) * torch.ones(())).grad_fn
+def has(owner: Callable[[], object], names: str) -> dict[str, Callable[[], bool]]:
+    """Checks that an object has these attributes."""
+    return {name: lambda name=name: hasattr(owner(), name) for name in names.split()}
 
 
-def has(owner: Callable[[], object], *names: str) -> Callable[[], bool]:
-    """A check that an object has these attributes."""
-    return lambda: all(hasattr(owner(), name) for name in names)
+def says(owner: Callable[[], Any], names: str) -> dict[str, Callable[[], bool]]:
+    """Checks that the source of a class or module, which gives its instances these attributes, still names them."""
+    return {name: lambda name=name: name in inspect.getsource(owner()) for name in names.split()}
 
 
-def assigns(owner: Callable[[], type], *names: str) -> Callable[[], bool]:
-    """A check that the source of a class gives its instances these attributes."""
-    return lambda: all(f"self.{name}" in inspect.getsource(owner()) for name in names)
-
-
+SCHEDULES, DISTRIBUTED, GLOO = torch.optim.lr_scheduler, dist.distributed_c10d, dist.ProcessGroupGloo
 NAMES: dict[str, dict[str, Callable[[], bool]]] = {
     "torch": {
-        "_foreach_add_": has(lambda: torch, "_foreach_add_"),
-        "_foreach_copy_": has(lambda: torch, "_foreach_copy_"),
-        "_foreach_mul_": has(lambda: torch, "_foreach_mul_"),
-        "_foreach_neg_": has(lambda: torch, "_foreach_neg_"),
-        "_foreach_sub": has(lambda: torch, "_foreach_sub"),
-        "_foreach_sub_": has(lambda: torch, "_foreach_sub_"),
-        "_foreach_zero_": has(lambda: torch, "_foreach_zero_"),
-        "_input_metadata": has(lambda: torch.ones(1, requires_grad=True).sum().grad_fn, "_input_metadata"),
-        "_saved_self": has(product, "_saved_self"),
-        "_saved_other": has(product, "_saved_other"),
+        **has(
+            lambda: torch,
+            "_foreach_add_ _foreach_copy_ _foreach_mul_ _foreach_neg_ _foreach_sub _foreach_sub_ _foreach_zero_ "
+            "_disable_dynamo",
+        ),
+        **has(lambda: tensor().sum().grad_fn, "_input_metadata"),
+        **has(lambda: (tensor() * torch.ones(())).grad_fn, "_saved_self _saved_other"),  # of a product
         "_version": lambda: torch.ones(1)._version == 0 and torch.ones(1).add_(1)._version == 1,
-        "_make_wrapper_subclass": has(lambda: torch.Tensor, "_make_wrapper_subclass"),
-        "_cdata": has(lambda: torch.ones(1).untyped_storage(), "_cdata"),
-        "_parameters": has(nn.Module, "_parameters"),
-        "_backward_hooks": has(nn.Module, "_backward_hooks"),
-        "_backward_pre_hooks": has(nn.Module, "_backward_pre_hooks"),
-        "_global_backward_hooks": has(lambda: nn.modules.module, "_global_backward_hooks"),
-        "_global_backward_pre_hooks": has(lambda: nn.modules.module, "_global_backward_pre_hooks"),
-        "_wrapped_by_lr_sched": lambda: "_wrapped_by_lr_sched" in inspect.getsource(torch.optim.lr_scheduler),
-        "_schedulers": assigns(lambda: torch.optim.lr_scheduler.SequentialLR, "_schedulers"),
-        "_opt_called": lambda: "_opt_called" in inspect.getsource(torch.optim.lr_scheduler),
-        "_persistent_workers": has(lambda: iter(DataLoader([0])), "_persistent_workers"),
-        "_shutdown": assigns(worker_iterator, "_shutdown"),
-        "_shutdown_workers": has(worker_iterator, "_shutdown_workers"),
-        "_worker_result_queue": assigns(worker_iterator, "_worker_result_queue"),
-        "_Options": has(lambda: dist.ProcessGroupGloo, "_Options"),
-        "_devices": has(lambda: dist.ProcessGroupGloo._Options(), "_devices"),
-        "_timeout": has(lambda: dist.ProcessGroupGloo._Options(), "_timeout"),
+        **has(lambda: torch.Tensor, "_make_wrapper_subclass"),
+        **has(lambda: torch.ones(1).untyped_storage(), "_cdata"),
+        **has(
+            nn.Module,
+            "_parameters _backward_hooks _backward_pre_hooks _state_dict_pre_hooks _load_from_state_dict",
+        ),
+        **has(lambda: nn.modules.module, "_global_backward_hooks _global_backward_pre_hooks"),
+        **says(lambda: SCHEDULES, "_wrapped_by_lr_sched _opt_called"),
+        **says(lambda: SCHEDULES.SequentialLR, "_schedulers"),
+        **has(lambda: iter(DataLoader([0])), "_persistent_workers"),
+        **says(
+            lambda: torch.utils.data.dataloader._MultiProcessingDataLoaderIter,
+            "_shutdown _shutdown_workers _worker_result_queue",
+        ),
+        **has(lambda: GLOO, "_Options"),
+        **has(lambda: GLOO._Options(), "_devices _timeout"),
         "_get_backend": lambda: gloo()._get_backend(torch.device("cpu")).name() == "gloo",
-        "_register_backend": has(lambda: dist.ProcessGroup, "_register_backend"),
-        "_set_default_backend": has(lambda: dist.ProcessGroup, "_set_default_backend"),
-        "_plugins": has(lambda: dist.Backend, "_plugins"),
-        "_get_fsdp_state": has(lambda: FSDPModule, "_get_fsdp_state"),
-        "_fsdp_param_group": lambda: "_fsdp_param_group" in inspect.getsource(FSDPState),
-        "_fsdp_param_groups": lambda: "_fsdp_param_group" in inspect.getsource(FSDPState),  # of newer ones
-        "_disable_dynamo": has(lambda: torch, "_disable_dynamo"),
-        "_load_from_state_dict": has(lambda: nn.Module, "_load_from_state_dict"),
-        "_get_default_group": has(lambda: dist.distributed_c10d, "_get_default_group"),
-        "_new_process_group_helper": has(lambda: dist.distributed_c10d, "_new_process_group_helper"),
-        "_world": has(lambda: dist.distributed_c10d._world, "pg_group_ranks"),
-        "_get_default_store": has(lambda: dist.distributed_c10d, "_get_default_store"),
-        "_set_group_name": has(lambda: dist.ProcessGroup, "_set_group_name"),
-        "_set_group_desc": has(lambda: dist.ProcessGroup, "_set_group_desc"),
-        "_allgather_base": has(lambda: dist.ProcessGroup, "_allgather_base"),
-        "_reduce_scatter_base": has(lambda: dist.ProcessGroup, "_reduce_scatter_base"),
+        **has(
+            lambda: dist.ProcessGroup,
+            "_register_backend _set_default_backend _set_group_name _set_group_desc _allgather_base "
+            "_reduce_scatter_base",
+        ),
+        **has(lambda: dist.Backend, "_plugins"),
+        **has(lambda: FSDPModule, "_get_fsdp_state"),
+        **says(lambda: FSDPState, "_fsdp_param_group"),
+        "_fsdp_param_groups": lambda: True,  # of newer ones, where the name above is gone
+        **has(lambda: DISTRIBUTED, "_get_default_group _new_process_group_helper _get_default_store"),
+        "_world": lambda: hasattr(DISTRIBUTED._world, "pg_group_ranks"),
     },
-    "numpy": {
-        "_core": lambda: callable(np._core.multiarray._reconstruct),
-        "_reconstruct": lambda: callable(np._core.multiarray._reconstruct),
-    },
+    "numpy": {name: lambda: callable(np._core.multiarray._reconstruct) for name in ("_core", "_reconstruct")},
     "lightning": {
-        "_forward_redirection": assigns(
-            lambda: lightning.pytorch.strategies.Strategy, "_forward_redirection"
-        ),
-        "_train_time_interval": has(lightning.pytorch.callbacks.ModelCheckpoint, "_train_time_interval"),
-        "_setup_model": has(lambda: lightning.pytorch.strategies.DDPStrategy, "_setup_model"),
-        "_register_ddp_hooks": has(lambda: lightning.pytorch.strategies.DDPStrategy, "_register_ddp_hooks"),
+        **says(lambda: lightning.pytorch.strategies.Strategy, "_forward_redirection"),
+        **has(lightning.pytorch.callbacks.ModelCheckpoint, "_train_time_interval"),
+        **has(lambda: lightning.pytorch.strategies.DDPStrategy, "_setup_model _register_ddp_hooks"),
     },
-    "transformers": {
-        "_clip_grad_norm": has(lambda: transformers.Trainer, "_clip_grad_norm"),
-        "_finalize_training": has(lambda: transformers.Trainer, "_finalize_training"),
-        "_get_grad_norm": has(lambda: transformers.Trainer, "_get_grad_norm"),
-        "_get_learning_rate": has(lambda: transformers.Trainer, "_get_learning_rate"),
-        "_inner_training_loop": has(lambda: transformers.Trainer, "_inner_training_loop"),
-        "_load_optimizer_and_scheduler": has(lambda: transformers.Trainer, "_load_optimizer_and_scheduler"),
-        "_maybe_log_save_evaluate": has(lambda: transformers.Trainer, "_maybe_log_save_evaluate"),
-        "_prepare_for_training": has(lambda: transformers.Trainer, "_prepare_for_training"),
-        "_run_epoch": has(lambda: transformers.Trainer, "_run_epoch"),
-        "_save_checkpoint": has(lambda: transformers.Trainer, "_save_checkpoint"),
-        "_save_optimizer_and_scheduler": has(lambda: transformers.Trainer, "_save_optimizer_and_scheduler"),
-        "_track_num_input_tokens": has(lambda: transformers.Trainer, "_track_num_input_tokens"),
-    },
+    "transformers": has(
+        lambda: transformers.Trainer,
+        "_clip_grad_norm _finalize_training _get_grad_norm _get_learning_rate _inner_training_loop "
+        "_load_optimizer_and_scheduler _maybe_log_save_evaluate _prepare_for_training _run_epoch _save_checkpoint "
+        "_save_optimizer_and_scheduler _track_num_input_tokens",
+    ),
     "datasets": {
-        "_lock": has(lambda: datasets.utils.tqdm, "set_lock"),
-        "_starting_state_dict": has(
-            lambda: datasets.Dataset.from_dict({"a": [1]}).to_iterable_dataset(), "_starting_state_dict"
-        ),
+        "_lock": lambda: hasattr(datasets.utils.tqdm, "set_lock"),
+        **has(lambda: datasets.Dataset.from_dict({"a": [1]}).to_iterable_dataset(), "_starting_state_dict"),
     },
     "python": {
-        "_current_frames": has(lambda: sys, "_current_frames"),
-        "_exit": has(lambda: os, "_exit"),
-        "_forkserver": has(lambda: multiprocessing.forkserver, "_forkserver"),
-        "_forkserver_pid": has(lambda: multiprocessing.forkserver._forkserver, "_forkserver_pid"),
+        **has(lambda: sys, "_current_frames"),
+        **has(lambda: os, "_exit"),
+        **has(lambda: multiprocessing.forkserver, "_forkserver"),
+        **has(lambda: multiprocessing.forkserver._forkserver, "_forkserver_pid"),
     },
 }
 """By package. Methods that a class of ours overrides are among them: they are called from there."""
