@@ -213,11 +213,15 @@ class Course:
     def differs_from(self, expected: "Course", what: str, after: int = 0) -> list[str]:
         """Return how this course differs from what another saw after so many updates: the first few places."""
         begin = expected.returned[after - 1] if after else 0
-        rest = (expected.shown[begin:], expected.committed[after:], expected.records[after:], expected.masters)
-        own = (self.shown, self.committed, self.records, self.masters)
-        rest, own = (*rest, expected.final, expected.notes), (*own, self.final, self.notes)
-        names = ("state shown", "state committed", "record", "master", "state after finish", "note")
-        found = [differing(a, b, name) for name, a, b in zip(names, rest, own, strict=True)]
+        pairs = {
+            "state shown": (expected.shown[begin:], self.shown),
+            "state committed": (expected.committed[after:], self.committed),
+            "record": (expected.records[after:], self.records),
+            "master": (expected.masters, self.masters),
+            "state after finish": (expected.final, self.final),
+            "note": (expected.notes, self.notes),
+        }
+        found = [differing(*pair, name) for name, pair in pairs.items()]
         return [f"{what}, {text}" for texts in found for text in texts[:3]]
 
 
