@@ -50,7 +50,7 @@ SETTINGS = {
         tuning_seeds=(100, 101, 102, 103),
     ),
     "language": Setting(
-        config=lambda lr: StdlibGPT(layers=2, width=64, heads=4, context=64, batch=8, lr=lr),
+        config=lambda lr: StdlibGPT(size="2x64x4", context=64, batch=8, lr=lr),
         batch=8, loads=150, uses=2, step_seconds=0.010, rates=(0.004, 0.008, 0.016), arms=ARMS,
         tuning_seeds=(100, 101),
     ),

@@ -44,7 +44,7 @@ def again(batches: Iterator[Any], block: int) -> Iterator[Any]:
 
 def heldout_loss(order: str, rate: float, seed: int) -> float:
     """Train once and return rank 0's held-out loss, in nats."""
-    config = StdlibGPT(layers=2, width=64, heads=4, context=64, batch=8, lr=rate)
+    config = StdlibGPT(size="2x64x4", context=64, batch=8, lr=rate)
 
     def program(rank: int, group: VirtualGroup) -> float:
         task = config.build(rank, RANKS, seed, LOADS * USES // MICRO_BATCHES)

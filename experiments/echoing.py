@@ -44,7 +44,7 @@ SETTINGS = {
         tuning_seeds=(100, 101, 102, 103),
     ),
     "language": Setting(
-        config=lambda lr: StdlibGPT(layers=2, width=64, heads=4, context=64, batch=8, lr=lr),
+        config=lambda lr: StdlibGPT(size="2x64x4", context=64, batch=8, lr=lr),
         batch=8, loads=200, uses=1 / MEAN_P, step_seconds=0.010, rates=(0.002, 0.004, 0.008),
         arms=("fresh", "even", "falling"), tuning_seeds=(100, 101),
     ),

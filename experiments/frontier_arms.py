@@ -39,17 +39,17 @@ AS_TORCHFT = tuple(f"{AVERAGE}:mix=0.5:{cut}" for cut in (
     "interval=16:fragments=4:delay=2", "interval=64:fragments=8:delay=7",
 ))  # fmt: skip
 """As torchft's DiLoCo hides fp32 there: a share of what a rank changed meanwhile is kept."""
-BITS = ("zero1:wire=int8", "zero1:wire=int4", "zero1:wire=int2")
+BITS = ("zero1:wire=int8", "zero1:wire=int4")
 LOCAL = "local:rate=0.1:wire=bf16"
 RARE = (LOCAL, EVERY_2, EVERY_4, EVERY_10, EVERY_30, LONG_DELAY, PLAIN_10, OUTER_30)
 DELAYED = ("acco", "acco:wire=int4")
 OTHERS = (
-    "acco:wire=int4", PLAIN_10, "zero1:wire=int2", AS_HIVEMIND[0], POWER_SGD, AS_TORCHFT[0], LOCAL,
+    "acco:wire=int4", PLAIN_10, AS_HIVEMIND[0], POWER_SGD, AS_TORCHFT[0], LOCAL,
     "zero1:wire=int8", "acco",
 )  # fmt: skip
 """What the settings of more ranks have beside the arms that they name."""
 COARSE = (
-    "zero1:wire=int4:changes=int2", "zero1:wire=int2:changes=int4",
+    "zero1:wire=int4:changes=int2",
     "zero1:wire=int4:changes=int2:micro_batches=4:lr=0.012",
 )  # fmt: skip
 """2 bits one way: for what a step has changed, or for gradients, whose rounding errors more ranks average out."""
@@ -59,7 +59,7 @@ SPARSE = (
 """The four largest values of every 64, in 1.5 bits an element: the wire of `examples/extend/wire.py`."""
 HIDDEN_EXCHANGES = (
     "acco:wire=int8", "wp:wire=int8", "wp:wire=int4:changes=int2:micro_batches=4:lr=0.012",
-    "acco:wire=int4:changes=int2:micro_batches=4:lr=0.012", "acco:wire=int2:micro_batches=4:lr=0.012",
+    "acco:wire=int4:changes=int2:micro_batches=4:lr=0.012",
 )  # fmt: skip
 """Exchanges beside the next gradients, also with twice the batch."""
 ROTATED = (

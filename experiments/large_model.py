@@ -25,7 +25,6 @@ from stretto.strategies.ledger import ledger_of
 from stretto_lab.observe import replace_json
 from stretto_lab.recipes.language import Language
 from stretto_lab.recipes.rows import Heldout
-from stretto_lab.recipes.text import Snippet
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.configuration import RunConfig
 from stretto_lab.train.launch import LocalRanks
@@ -65,7 +64,7 @@ def tried(arm: str, model: Path, options: argparse.Namespace) -> dict[str, Any]:
         batch=1,
         readers=0,
         heldout=Heldout(samples=2),
-        sample=Snippet(length=1),
+        sample=1,
     )
     run = RunConfig(
         task=task, strategy=arm, updates=options.updates, micro_batches=2, workers=WORKERS, tensorboard=False

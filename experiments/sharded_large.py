@@ -67,8 +67,8 @@ def tried(arm: str, model: Path, data: Path, run: Path, length: int) -> dict[str
     """Train under one strategy, killed and resumed; return what was seen."""
     words = (
         f"--task.data {data} --task.model {model} --task.length {length} --task.batch 1 --task.readers 0 "
-        f"--task.heldout.samples 2 --task.sample.length 1 --workers 4 --shard 2 --micro-batches 2 "
-        f"--updates {UPDATES} --checkpoint-every {SAVED_EVERY} --checkpoints-kept 1 --evaluate-every None "
+        f"--task.heldout.samples 2 --task.sample 1 --workers 4 --shard 2 --micro-batches 2 "
+        f"--updates {UPDATES} --checkpoint-every {SAVED_EVERY} --evaluate-every None "
         f"--no-tensorboard --strategy {arm} --run-dir {run}"
     )
     stretto = [sys.executable, "-m", "stretto"]

@@ -42,9 +42,7 @@ def small() -> TaskConfig:
     too large to be repaired.
     """
     return StdlibGPT(
-        layers=1,
-        width=64,
-        heads=1,
+        size="1x64x1",
         context=8,
         batch=1,
         evaluation_windows=4,

@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from stretto.errors import ConfigError
 from stretto_lab.recipes import MicroBatches, Task
-from stretto_lab.recipes.classify import Images, InOrder, class_accuracy, class_loss, image_loss
+from stretto_lab.recipes.classify import Images, class_accuracy, class_loss
 from stretto_lab.recipes.optimizers import SGD, Schedule
-from stretto_lab.recipes.task import extra, mean_loss
+from stretto_lab.recipes.task import Loss, extra, mean_loss
 
 SIDE, PIXELS = 32, 3 * 32**2
 PADDING = 4
@@ -105,6 +105,11 @@ def network(architecture: str, classes: int, width: float, seed: int) -> nn.Modu
     return model
 
 
+def image_loss(model: nn.Module, images: Images) -> Loss:
+    """Return `class_loss` with the number of images as its weight, for means over batches of several sizes."""
+    return class_loss(model, images)._replace(weight=float(len(images.classes)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class CifarClassifier:
     """An image classifier on CIFAR-10 or CIFAR-100, under SGD."""
@@ -132,7 +137,7 @@ class CifarClassifier:
         model = Classifier(network(self.model, train.classes, self.width, seed))
         optimizer = self.sgd.build(model, self.lr)
         share = {"rank": rank, "world_size": world_size, "seed": seed, "workers": self.readers}
-        evaluated = InOrder(heldout, max(self.batch, 256), len(heldout))
+        evaluated = [*map(heldout.batch, torch.arange(len(heldout)).split(max(self.batch, 256)))]
         return Task(
             model=model,
             optimizer=optimizer,

@@ -92,15 +92,16 @@ class Tuned:
             self.model, vocabulary=tokens.vocabulary, length=self.length, dtype=dtype, seed=seed
         )
         if self.lora_rank is not None:
-            model = with_lora(model, self.lora_rank, 16.0, 0.0, seed)
+            model = with_lora(model, self.lora_rank, 16.0, seed)
         optimizer = AdamW(betas=self.betas, weight_decay=0.0).build(model, self.lr)
-        loss = partial(next_token_loss, weigh="token")
         first = torch.arange(min(256, len(heldout))).split(self.batch)
         return Task(
             model=model,
             optimizer=optimizer,
             scheduler=Schedule(warmup=0, floor=0.0).build(optimizer, updates),
             loader=MicroBatches(train, self.batch, rank=rank, world_size=world_size, seed=seed),
-            loss=loss,
-            evaluate=partial(mean_loss, batches=[heldout.batch(some) for some in first], loss=loss),
+            loss=next_token_loss,
+            evaluate=partial(
+                mean_loss, batches=[heldout.batch(some) for some in first], loss=next_token_loss
+            ),
         )

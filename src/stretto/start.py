@@ -573,13 +573,12 @@ def _exchange_of(
     wire = WIRES[options.wire]
     device = layout.sets[0].device
     is_over_nccl = device.type == "cuda" and not may_wait_again(group, device)
-    native = options.exchange == "native" or (options.exchange == "auto" and is_over_nccl)
     if options.ranks_per_node is not None:
         nodes = VerifiedTwoLevelExchange if options.verified else TwoLevelExchange
         return nodes(group, layout, wire, wait, options.ranks_per_node, follow)
     kind: Callable[..., Exchange] = Exchange
     if options.verified:
         kind = VerifiedExchange
-    elif native and not isinstance(wire, PackedWire):
+    elif is_over_nccl and not isinstance(wire, PackedWire):
         kind = NativeExchange
     return kind(group, layout, wire, wait, follow, numbers)

@@ -90,7 +90,10 @@ def test_a_name_that_does_not_exist_is_one_line_and_exit_code_2(
         ("--to-loss 1.0 --evaluate-every None", "set --evaluate-every"),
         ("--strategy acco --micro-batches 1", "raise --micro-batches"),
         ("--clock 1,4 --strategy acco:first=1", "leave out one of the two"),
-        ("--wire int8 --exchange native", "a backend cannot sum packed contributions"),
+        (
+            "--wire int2",
+            "--wire int2: strategy zero1 sends gradients, which lose a tenth of a nat: expected",
+        ),
         ("--faults masters:rank=2", "--faults name rank 2; the run has ranks 0 to 1"),
         ("--strategy wp:lr=-1", "lr must be at least 0"),
         ("--strategy ddp:changes=int2", "--changes int2: strategy ddp sends no changes: leave it out"),

@@ -10,13 +10,13 @@ from torch.distributed import ProcessGroup, Work
 
 from stretto import DDP, DataParallel, Options, ZeRO1
 from stretto.errors import PeerFailed
-from stretto.exchange import WIRES
 from stretto.groups import SoloGroup
 from stretto.groups.collectives import Call
 from stretto.groups.wrapped import WrappedGroup
 from stretto.strategies import Strategy
 from stretto_lab.virtual import VirtualCluster
 from tests.draws import part
+from tests.wires import OF_GRADIENTS
 
 _OF_GRADIENTS = ("all_to_all", "all_reduce", "reduce_scatter")
 
@@ -97,9 +97,7 @@ def of_gradients(begun: list[str]) -> int:
     return sum(name in _OF_GRADIENTS for name in begun)
 
 
-@pytest.mark.parametrize(
-    "settings", part([{"exchange": "native"}, *[{"wire": wire} for wire in WIRES]]), ids=str
-)
+@pytest.mark.parametrize("settings", part([{"wire": wire} for wire in OF_GRADIENTS]), ids=str)
 @pytest.mark.parametrize("strategy", [DDP(), ZeRO1()], ids=lambda strategy: strategy.name)
 def test_nine_in_ten_buckets_leave_before_any_is_known_to_have_arrived(
     strategy: Strategy, settings: dict[str, str]

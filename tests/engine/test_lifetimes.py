@@ -10,12 +10,12 @@ from torch.distributed import ProcessGroup
 
 from stretto import DataParallel, DiLoCo, LocalSGD, Options
 from stretto.averaging.outer import Fragment
-from stretto.exchange import WIRES
 from stretto.groups import SoloGroup
 from stretto.strategies import ACCO, DDP, DPU, Average, PAFTDyn, PAFTSync, Strategy, WeightPrediction, ZeRO1
 from stretto_lab.virtual import VirtualCluster
 from tests.draws import part
 from tests.engine.lifetimes import OWN, Lifetimes
+from tests.wires import OF_GRADIENTS
 
 EQUAL = (DDP(), ZeRO1(), DPU(), WeightPrediction(), ACCO(), ACCO(first=1))
 APART = (
@@ -58,7 +58,7 @@ def drawn(strategy: Strategy) -> list[dict[str, Any]]:
         options = {"bucket_bytes": draws.choice([256, 1024, 2**20])}
         options |= {"verified": True} if "verified" in guarded else {}
         case = {"world_size": draws.choice([1, 2, 3]), "options": Options(**options)}
-        wire = draws.choice(list(WIRES))
+        wire = draws.choice(OF_GRADIENTS)
         cases.append(case | {"wire": wire} | {key: guarded[key] for key in guarded if key == "guards"})
     return cases
 

@@ -13,10 +13,11 @@ from torch.distributed import ProcessGroup
 
 from benchmarks.synchronising import Synchronisations
 from stretto import DataParallel, Options, checksums
-from stretto.exchange import WIRES, rotated
+from stretto.exchange import rotated
 from stretto.strategies import STRATEGIES, Average, DiLoCo, LocalSGD, PAFTDyn, PAFTSync, Strategy
 from stretto_lab.virtual import VirtualCluster
 from tests.draws import part
+from tests.wires import OF_GRADIENTS
 
 WARM_UP = 3
 OTHERS: dict[str, Strategy] = {
@@ -95,8 +96,8 @@ def check_law(strategy: str, draws: random.Random, **settings: Any) -> Counter[s
 def on_wires() -> list[tuple[str, str]]:
     """All strategies on all wires, and their variants on two each."""
     draws = random.Random(7)
-    pairs = [(name, wire) for name in STRATEGIES for wire in WIRES]
-    return pairs + [(name, wire) for name in OTHERS for wire in draws.sample(list(WIRES), 2)]
+    pairs = [(name, wire) for name in STRATEGIES for wire in OF_GRADIENTS]
+    return pairs + [(name, wire) for name in OTHERS for wire in draws.sample(OF_GRADIENTS, 2)]
 
 
 @pytest.mark.parametrize(("strategy", "wire"), part(on_wires()))

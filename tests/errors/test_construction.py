@@ -172,6 +172,13 @@ SETTINGS: list[Row] = [
             for strategy, more in ((st.DDP(), ("leave it out", "zero1")), (st.LocalSGD(), ()))
         ),
         *(
+            (
+                {"strategy": strategy, "micro_batches": 2, "wire": "int2"},
+                (f"Options(wire='int2'): strategy {strategy.name} sends gradients", "expected 'rotated2'", "average"),
+            )
+            for strategy in (st.ACCO(), st.PAFTSync(4))
+        ),
+        *(
             ({"strategy": strategy, "guards": (st.Audit(),)}, (NEEDS_EQUAL_PARAMETERS,))
             for strategy in (
                 st.LocalSGD(),
@@ -195,7 +202,6 @@ PARTS: list[Row] = [
             (st.Options, {field: value}, f"Options({field}={value!r})", f"expected {expected}")
             for field, value, expected in (
                 ("wire", "fp8", "one of fp32, bf16, int8"),
-                ("exchange", "ring", "one of auto, native, direct"),
                 ("nonfinite", "ignore", "one of raise, skip"),
                 ("accumulate", "fp64", "one of fp32, parameter"),
                 ("clip_norm", 0.0, "a positive norm, or None"),
@@ -206,9 +212,6 @@ PARTS: list[Row] = [
                 ("ranks_per_node", 0, "at least 1"),
             )
         ),
-        (st.Options, {"wire": "int8", "exchange": "native"}, "wire='int8'", "expected exchange='direct' or 'auto'"),
-        (st.Options, {"wire": "int4", "exchange": "native"}, "wire='int4'", "expected exchange='direct' or 'auto'"),
-        (st.Options, {"ranks_per_node": 2, "exchange": "native"}, "leave out one of the two"),
         (st.Audit, {"rate": 0.0}, "Audit"),
         (st.Audit, {"rate": 1.5}, "Audit"),
         (st.LocalSGD, {"rate": 1.5}, "rate=1.5): expected averages per update, from 0 to 1"),

@@ -28,9 +28,9 @@ SILENT_SECONDS = 6.0
 NEVER = 600.0
 LONG = timedelta(seconds=60)
 MARGIN_SECONDS = 5.0
-WHOLE_WIRES = ("fp32", "bf16")
+
 """Which backends can sum."""
-WIRES = (*WHOLE_WIRES, "int8", "int4")
+WIRES = ("fp32", "bf16", "int8", "int4")
 MOST_CALLS = 40
 """Collectives of the start and of some updates."""
 
@@ -51,8 +51,6 @@ class Strike:
     is_nccl_like: bool
     keeps_store: bool
     """Whether the store ends with rank 0."""
-    exchange: Literal["auto", "native"]
-    """Native reductions wait in the backend's own reduce-scatter."""
 
     @property
     def limit_seconds(self) -> float:
@@ -68,7 +66,7 @@ class Strike:
         waits_for = {"timeout_seconds": NEVER, "silent_seconds": NEVER}
         if self.limit_seconds:
             waits_for["timeout_seconds" if self.how == "silence" else "silent_seconds"] = SILENT_SECONDS
-        return st.Options(bucket_bytes=64, wire=self.wire, exchange=self.exchange, **waits_for)
+        return st.Options(bucket_bytes=64, wire=self.wire, **waits_for)
 
 
 def drawn(seed: int, **chosen: Any) -> Strike:
@@ -85,10 +83,7 @@ def drawn(seed: int, **chosen: Any) -> Strike:
         "wire": rng.choice(WIRES),
         "is_nccl_like": rng.random() < 0.5,
         "keeps_store": rng.random() < 0.3,
-        "exchange": rng.choice(["auto", "native"]),
     }
-    if values["wire"] not in WHOLE_WIRES:
-        values["exchange"] = "auto"
     return Strike(**values | chosen)
 
 
@@ -183,13 +178,11 @@ def check(strike: Strike) -> None:
         assert seconds < MARGIN_SECONDS + 1.2 * strike.limit_seconds, (strike, seconds)
 
 
-IN_SCATTER = {"is_nccl_like": False, "exchange": "native", "strategy": "zero1", "wire": "fp32"}
 STRIKES = (
     *map(drawn, range(12)),
     *[drawn(20 + seed, how=how, is_nccl_like=True) for how in ("kill", "stop", "silence") for seed in (0, 1)],
-    *[drawn(30 + seed, how=how, **IN_SCATTER) for how in ("kill", "stop", "silence") for seed in (0, 1)],
 )
-"""Also where no connection closes, and where the backend reduces, each kind at two more moments."""
+"""Also where no connection closes, each kind at two more moments."""
 
 
 def test_whoever_is_struck_at_any_moment_is_named_by_all_others_in_time() -> None:

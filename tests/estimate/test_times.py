@@ -11,6 +11,7 @@ from stretto_lab.estimate.times import ELEMENT_BYTES, Work, time_of
 from stretto_lab.plan import Machine, price
 from stretto_lab.train.arms import parse_arm
 from tests.draws import seeds
+from tests.wires import OF_GRADIENTS
 
 CLOSE = 0.1
 ARMS = (
@@ -28,7 +29,7 @@ ARMS = (
 @pytest.mark.parametrize("seed", seeds(24))
 def test_an_update_takes_what_it_takes_in_virtual_time(seed: int) -> None:
     draw = random.Random(seed)
-    arm = parse_arm(f"{ARMS[seed % len(ARMS)]}:wire={draw.choice(sorted(WIRES))}")
+    arm = parse_arm(f"{ARMS[seed % len(ARMS)]}:wire={draw.choice(OF_GRADIENTS)}")
     parameters = round(10 ** draw.uniform(7, 9.5))
     work = Work(
         parameters=parameters,

@@ -176,17 +176,12 @@ def settled(course: Course, place: Path) -> list[list[Account]]:
     return parts
 
 
-def growth(wire: str) -> float:
-    """Return how many times the largest contributions what is sent can be, with the errors that are added."""
-    return 2.0 if wire == "int2" else 1.2
-
-
 def error(course: Course, parts: list[list[Account]]) -> float:
     """Return how far Σ received + owed is from Σ contributed, as a multiple of what rounding allows.
 
     Over R rounds of N ranks, with G the sum over rounds of a parameter's largest contributions: adding an error to a
     contribution rounds once, and a sum rounds N - 1 times, each by at most 2^-24 of 1.2·G (an error is at most a
-    seventh of the largest value so far; on two bits it is at most half of what was to be sent, so 2·G). Values that
+    seventh of the largest value so far). Values that
     come back in 16 bits, or travel in 16 bits without feedback, are rounded by 2^-9 of themselves. Below the smallest
     normal numbers steps are 2^-149, or 2^-133 in 16 bits.
     """
@@ -203,6 +198,6 @@ def error(course: Course, parts: list[list[Account]]) -> float:
         owed = sum(account.owed[name] for account in parts[-1])
         size = sum(account.bound[name] for account in accounts)
         unit, smallest = (2.0**-8, 2.0**-133) if is_short else (2.0**-23, 2.0**-149)
-        bound = growth(course.wire) * unit * (len(parts[0]) + 2) * size + 4 * rounds * smallest
+        bound = 1.2 * unit * (len(parts[0]) + 2) * size + 4 * rounds * smallest
         worst = max(worst, float(((received + owed - contributed).abs() / bound).max()))
     return worst

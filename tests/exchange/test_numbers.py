@@ -14,9 +14,10 @@ from stretto.groups.private import private_group
 from stretto_lab.virtual import VirtualCluster
 from tests.exchange.test_exchange import layout_for, wait
 from tests.exchange.values import of_every_size
+from tests.wires import OF_GRADIENTS
 
 CASES = 200
-CONSERVING = [name for name, wire in WIRES.items() if not wire.is_unbiased]
+CONSERVING = [name for name in OF_GRADIENTS if not WIRES[name].is_unbiased]
 
 
 class Line(nn.Module):
@@ -62,16 +63,15 @@ def test_a_round_that_is_left_out_leaves_no_debt_behind() -> None:
 
 def test_a_parameter_that_is_used_in_turn_receives_what_it_is_owed() -> None:
     for wire in CONSERVING:
-        size, missing = (3e-2, 1.0) if wire == "int2" else (3e-3, 1 / 7)
-        gradient = torch.full((64,), size)
+        gradient = torch.full((64,), 3e-3)
         gradient[0] = 1.0
         model = nn.ParameterList([nn.Parameter(torch.zeros(64)) for _ in range(2)])
         parallel = job(model, wire=wire, allow_unused=True, bucket_bytes=256)
         for index in range(200):
             parallel.backward((model[index % 2] * gradient).sum())
         parallel.finish()
-        # Of 100 steps, less than one step of a block's integers is owed: a seventh, for four bits; 1, for two.
-        assert float(model[0].detach()[1:].mean()) == pytest.approx(-100 * size, abs=missing), wire
+        # Of 100 steps, less than one step of a block's integers is owed: a seventh, for four bits.
+        assert float(model[0].detach()[1:].mean()) == pytest.approx(-100 * 3e-3, abs=1 / 7), wire
         assert float(model[0].detach()[1:].mean()) < -0.15, wire
 
 

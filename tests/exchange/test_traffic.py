@@ -16,6 +16,7 @@ from stretto.flat import ALIGNMENT, Layout
 from stretto.strategies import STRATEGIES, Strategy
 from stretto.strategies.ledger import Ledger, ledger_of
 from stretto_lab.virtual import VirtualCluster
+from tests.wires import OF_GRADIENTS
 
 EVERY_UPDATE: dict[str, dict[str, Any]] = {
     "average": {"every": 1},
@@ -157,7 +158,7 @@ def cases(wire: str) -> list[Case]:
     return found
 
 
-@pytest.mark.parametrize("wire", [*WIRES, "signs"])
+@pytest.mark.parametrize("wire", [*OF_GRADIENTS, "signs"])
 def test_an_update_sends_what_the_ledger_says(wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(WIRES, Signs.name, Signs())
     for case in cases(wire):
@@ -171,7 +172,7 @@ def in_one_format(ledger: Ledger, wire: Wire) -> float:
     return ledger.wire_bytes(gradient, value)
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", OF_GRADIENTS)
 def test_what_is_foretold_of_ranks_that_are_alike_is_the_ledgers_price(wire: str) -> None:
     for name, world_size in itertools.product(STRATEGIES, (1, 2, 3, 4)):
         case = Case(name, world_size, stretto.Options(wire=wire))

@@ -12,13 +12,13 @@ from torch import Tensor
 
 import stretto
 from stretto.errors import PeerFailed, TransferCorrupt
-from stretto.exchange import WIRES
 from stretto.records import Incident
 from stretto.strategies import STRATEGIES, Strategy
 from stretto_lab.faults import Fault, FaultPlan, FaultyGroup, Injector, draw_fault, strike_memory
 from stretto_lab.virtual import VirtualCluster
 from tests.draws import part
 from tests.guards.watched import Job, same
+from tests.wires import OF_GRADIENTS
 
 RANKS, PER_NODE, STRUCK = 4, 2, 1
 SENDERS = {" inside a node": (0, 1), " between nodes": (1, 3)}
@@ -37,7 +37,7 @@ OFTEN: dict[str, dict[str, Any]] = {
     "paft-sync": {"interval": 2},
     "paft-dyn": {"first": 1, "maximum": 2},
 }
-CASES = list(zip(itertools.product(STRATEGIES, LEGS), itertools.cycle((*WIRES, "int8")), strict=False))
+CASES = list(zip(itertools.product(STRATEGIES, LEGS), itertools.cycle((*OF_GRADIENTS, "int8")), strict=False))
 """Every strategy and leg, the wires in turn."""
 
 
@@ -114,7 +114,7 @@ def test_damage_on_any_leg_is_named_and_the_run_ends_as_without_it(
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(4, 2), (6, 3), (6, 2), (3, 1), (4, 4), (1, 2)])
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", OF_GRADIENTS)
 def test_where_nothing_is_damaged_every_bit_is_that_of_a_job_that_checks_nothing(
     ranks: int, per_node: int, wire: str
 ) -> None:
@@ -129,7 +129,7 @@ def test_where_nothing_is_damaged_every_bit_is_that_of_a_job_that_checks_nothing
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_any_damage_to_any_bucket_is_undone(name: str, hide: bool) -> None:
     draws = random.Random(f"{name}{hide}")
-    choices = {"wire": draws.choice(list(WIRES)), "bucket_bytes": 512, "hide_reductions": hide}
+    choices = {"wire": draws.choice(OF_GRADIENTS), "bucket_bytes": 512, "hide_reductions": hide}
     for _ in range(2):
         fault = draw_fault(draws.randrange(10**6), ["contribution"], RANKS, opportunities=20)
         struck = train(name, fault, verified=True, **choices)

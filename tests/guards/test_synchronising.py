@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import stretto as st
 from stretto import checksums
-from stretto.exchange import WIRES
 from stretto.strategies import STRATEGIES
 from tests.engine.test_synchronising import VARIANTS, check_law
+from tests.wires import OF_GRADIENTS
 
 GUARDS: dict[str, dict[str, Any]] = {
     "standard": {"guards": "standard"},
@@ -54,4 +54,4 @@ def drawn() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("strategy", "guards"), drawn())
 def test_guards_make_the_host_wait_as_often_for_many_tensors_as_for_few(strategy: str, guards: str) -> None:
     draws = random.Random(f"{strategy} {guards}")
-    check_law(strategy, draws, layer=Layer, wire=draws.choice(list(WIRES)), **GUARDS[guards])
+    check_law(strategy, draws, layer=Layer, wire=draws.choice(OF_GRADIENTS), **GUARDS[guards])

@@ -44,7 +44,6 @@ VARIED = [
         batch_norm=True,
         options=Options(nonfinite="skip"),
     ),
-    Case(strategy=LocalSGD(rate=0.4), lengths=(31,), options=Options(exchange="native")),
 ]
 ALL = [*UNEVEN, *VARIED]
 

@@ -47,7 +47,6 @@ def hostile() -> Path:
         "action": ATTACK,
         "ranks": [ATTACK],
     }
-    spans = [["reduce", 5, 10]]
     return folder(
         "<b onmouseover=alert(1)>",
         config_json={
@@ -58,12 +57,6 @@ def hostile() -> Path:
         evaluations_jsonl=[{"step": 0, "heldout_loss": 2.0, "training_seconds": 0.0}],
         incidents_jsonl=[incident, {"step": ATTACK}],
         quarantine_jsonl=[{"cause": ATTACK, "left_out": [ATTACK], "incidents": [incident]}],
-        **{
-            "traces__rank-0_jsonl": [
-                {"step": 2, "at": 10, "compute": [[ATTACK, 0, 9], ["step", -1e400, 5], ATTACK], "communication": spans},
-                {"step": 3, "at": ATTACK, "compute": spans, "communication": {}, "peak_bytes": ATTACK},
-            ]
-        },
     )  # fmt: skip
 
 
@@ -140,17 +133,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "config.json is damaged: it holds no object",
     ),
     "no configuration": (lambda run: (run / "config.json").unlink(), "config.json is missing"),
-    "a trace that is none": (
-        lambda run: ((run / "traces").mkdir(), (run / "traces" / "rank-x.jsonl").write_text("x")),
-        "traces/rank-x.jsonl is no trace",
-    ),
-    "noise in a trace": (
-        lambda run: (
-            (run / "traces").mkdir(),
-            (run / "traces" / "rank-0.jsonl").write_bytes(bytes(range(256))),
-        ),
-        "traces/rank-0.jsonl: 2 lines are damaged or incomplete, and left out",
-    ),
 }
 
 
@@ -190,9 +172,6 @@ def test_damaged_results_make_a_page_too(file: str, content: str) -> None:
         ),
         ("report empty", "found no config.json, compare.json"),
         ("report run --otu x", "did you mean '--out'?"),
-        ("report run --updates 5", "--updates 5: expected two numbers, found 1"),
-        ("report run --updates 5,2", "--updates must be 0 <= FIRST <= LAST, found 5,2"),
-        ("report run --perfetto x.json", "--perfetto x.json: expected one folder, of a run with a trace"),
         ("report run --out empty", "empty cannot be written: Is a directory"),
     ],
 )

@@ -25,9 +25,9 @@ FAULTS = "masters:rank=1:instant=3,contribution:rank=0:instant=5"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folders of a traced run with damage and echoes, and of a comparison."""
+    """The folders of a run with damage and echoes, and of a comparison."""
     place = tmp_path_factory.mktemp("folders")
-    run = ["--updates", "8", "--no-tensorboard", "--trace", "--guards", "standard", "--faults", FAULTS]
+    run = ["--updates", "8", "--no-tensorboard", "--guards", "standard", "--faults", FAULTS]
     run += ["--echo", "even:uses=2", "--checkpoint-every", "4", "--run-dir", str(place / "run")]
     assert main(["train", *COMMON, *run]) == 0
     arms = ["--strategies", "zero1,acco", "--updates", "5", "--out", str(place / "arms")]
@@ -135,37 +135,12 @@ def test_every_fault_has_its_place_on_the_curve_and_a_row(folders: Path) -> None
     assert "damage on purpose" in page
 
 
-def test_the_timeline_has_every_span_of_every_rank(folders: Path) -> None:
-    data = numbers(page_of(folders / "run"))
-    (timeline,) = data["timelines"]
-    (whole,) = timeline["stretches"]
-    own = {
-        "compute": {"micro-batch", "exposed", "guard", "evaluation", "checkpoint"},
-        "communication": {"reduce", "step", "gather", "guard"},
-    }
-    for rank in (0, 1):
-        lines = read_json_lines(folders / "run" / "traces" / f"rank-{rank}.jsonl")
-        for lane in ("compute", "communication"):
-            (row,) = [row for row in whole["rows"] if (row["rank"], row["lane"]) == (rank, lane)]
-            lengths = sorted(length for line in lines for _, _, length in line[lane])
-            assert sorted(row["length"]) == lengths
-            kinds = {timeline["kinds"][kind] for kind in row["kind"]}
-            assert own[lane] <= kinds
-            assert kinds == {kind for line in lines for kind, _, _ in line[lane]}
-    files = (folders / "run" / "incidents.jsonl", *(folders / "run" / "strikes").iterdir())
-    assert len(whole["marks"]) == sum(len(read_json_lines(file)) for file in files)
-    assert [rank["y"][-1] > 0 for rank in data["memory"][0]["ranks"]] == [True, True]
-
-
-def test_the_memory_of_rank_0_needs_no_trace(folders: Path) -> None:
-    shutil.copytree(folders / "run", "untraced")
-    shutil.rmtree("untraced/traces")
-    page = page_of("untraced")
+def test_the_page_shows_the_memory_of_rank_0(folders: Path) -> None:
+    page = page_of(folders / "run")
     rises = read_json_lines(folders / "run" / "memory.jsonl")
     assert rises == sorted(rises, key=lambda one: (one["step"], one["peak_bytes"]))
-    assert numbers(page)["memory"][0]["ranks"] == [
+    assert numbers(page)["memory"] == [
         {
-            "rank": 0,
             "updates": [*(one["step"] for one in rises), 8],
             "y": [one["peak_bytes"] / 1e6 for one in (*rises, rises[-1])],
         }
@@ -194,55 +169,21 @@ def test_folders_of_one_name_are_told_apart(folders: Path) -> None:
 
 def test_a_killed_run_shows_everything_up_to_the_kill(folders: Path) -> None:
     shutil.copytree(folders / "run", "killed")
-    for file in ("updates.jsonl", "traces/rank-0.jsonl", "traces/rank-1.jsonl"):
-        content = Path("killed", file).read_bytes()
-        half = sum(map(len, content.splitlines(keepends=True)[:5])) + 20  # in the middle of the sixth line
-        Path("killed", file).write_bytes(content[:half])
+    content = Path("killed", "updates.jsonl").read_bytes()
+    half = sum(map(len, content.splitlines(keepends=True)[:5])) + 20  # in the middle of the sixth line
+    Path("killed", "updates.jsonl").write_bytes(content[:half])
     page = page_of("killed")
-    data = numbers(page)
-    assert data["runs"][0]["loss"]["updates"] == [1, 2, 3, 4, 5]
-    assert {step for row in data["timelines"][0]["stretches"][0]["rows"] for step in row["step"]} == {
-        1,
-        2,
-        3,
-        4,
-        5,
-    }
+    assert numbers(page)["runs"][0]["loss"]["updates"] == [1, 2, 3, 4, 5]
     assert "updates.jsonl ends in the middle of line 6" in shown(page)
-    assert "traces/rank-0.jsonl: 1 lines are damaged or incomplete" in shown(page)
-
-
-def test_the_command_writes_the_page_and_the_trace_for_other_viewers(
-    folders: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", str(folders / "run"), "--out", "it.html", "--perfetto", "it.json"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "open in a browser: it.html", "open in ui.perfetto.dev: it.json"
-    ]  # fmt: skip
-    events = json.loads(Path("it.json").read_text())["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X"]
-    lines = [
-        (rank, line)
-        for rank in (0, 1)
-        for line in read_json_lines(folders / "run" / "traces" / f"rank-{rank}.jsonl")
-    ]
-    assert [(one["pid"], one["tid"], one["name"], one["ts"], one["dur"]) for one in spans] == [
-        (rank, thread, kind, line["at"] + start, length)
-        for rank, line in lines
-        for thread, lane in enumerate(("compute", "communication"))
-        for kind, start, length in line[lane]
-    ]
-    assert main(["report", str(folders / "arms"), "--perfetto", "it.json"]) == 2
-    assert "--perfetto it.json: expected one folder, of a run with a trace" in capsys.readouterr().err
 
 
 def test_the_commands_of_the_page_about_reports_work(folders: Path) -> None:
     for name, folder in (("first", "run"), ("arms", "arms")):
         shutil.copytree(folders / folder, Path("runs", name))
     printed = [words for words in commands(DOCS / "report.md") if words[0] == "report"]
-    assert [main(words) for words in printed] == [0] * 4
+    assert [main(words) for words in printed] == [0] * 2
     assert Path("runs/first/report.html").exists()
-    assert {"first.html", "both.html", "trace.json"} <= {path.name for path in Path().iterdir()}
+    assert {"first.html", "both.html"} <= {path.name for path in Path().iterdir()}
 
 
 def test_pages_of_different_folders_are_different_files_and_of_the_same_folders_the_same_one() -> None:
@@ -318,11 +259,3 @@ def test_a_reader_hovers_zooms_and_chooses_with_mouse_and_keyboard(folders: Path
     assert found["dragged"] == pytest.approx(
         [begin + (end - begin) * share for share in (0.25, 0.75)], rel=0.02
     )
-    assert found["tabIndex"] == 0  # the Tab key leads to the timeline
-    whole, nearer, later, back, farther = found["keys"]
-    width = whole[1] - whole[0]
-    # A range is shown in whole microseconds.
-    assert nearer == pytest.approx([whole[0] + width / 4, whole[1] - width / 4], abs=2e-6)
-    assert later == pytest.approx([one + width / 4 for one in nearer], abs=2e-6)
-    assert (back, farther) == (pytest.approx(nearer, abs=2e-6), pytest.approx(whole, abs=2e-6))
-    assert found["button"] == pytest.approx(nearer, abs=2e-6)

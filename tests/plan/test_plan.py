@@ -95,13 +95,6 @@ def test_a_strategy_that_overlaps_hides_most_of_the_jitter() -> None:
     assert lags["acco"] < lags["zero1"] / 2
 
 
-def test_where_the_backend_sums_a_plan_counts_what_its_reduce_scatter_really_sends() -> None:
-    """Gloo's costs a whole all-reduce: (2 + 1) (N-1)/N of a buffer with the gather, where owners' sums cost (1 + 1)."""
-    slow = dataclasses.replace(MACHINE, link=Link(bits_per_second=1e6))
-    assert seconds("zero1:exchange=native", slow) == pytest.approx(1.5 * seconds("zero1", slow), rel=0.02)
-    assert seconds("ddp:exchange=native", slow) == pytest.approx(seconds("ddp", slow), rel=0.01)
-
-
 def test_on_a_core_of_its_own_computing_pays_for_what_overlaps() -> None:
     narrow = dataclasses.replace(MACHINE, cores=1)
     assert seconds("dpu", narrow) == pytest.approx(max(N_T + LANE, EXCHANGE), rel=0.01)

@@ -17,10 +17,10 @@ from stretto_lab.observe import read_json_lines
 from stretto_lab.recipes import Language
 from stretto_lab.recipes.blocks import Packed, Streams
 from stretto_lab.recipes.gpt import Shape, causal_lm
-from stretto_lab.recipes.language import Documents, Lora, OwnTokens
+from stretto_lab.recipes.language import Documents, OwnTokens
 from stretto_lab.recipes.rows import Heldout, divided, read_rows
 from stretto_lab.recipes.task import Task
-from stretto_lab.recipes.text import IGNORED, BytePairs, FolderTokens, Snippet, Window
+from stretto_lab.recipes.text import IGNORED, BytePairs, FolderTokens, Window
 from stretto_lab.train.outcome import check_folder
 from tests.recipes.files import (
     STORIES,
@@ -73,7 +73,7 @@ def over(place: Path, **settings: Any) -> Language:
             "data": str(place),
             **small,
             "heldout": Heldout(samples=4),
-            "sample": Snippet(length=2),
+            "sample": 2,
             **settings,
         }
     )
@@ -184,8 +184,7 @@ def test_lora_trains_its_adapters_alone(files: Path) -> None:
         torch.equal(published[name.replace(".default", "")], parameters("run")[name]) for name in changed
     )
     assert not Path("run/model/model.safetensors").exists()
-    twice = replace(task, lora=Lora(alpha=8.0)).build(0, 1, 0, None).model
-    assert twice.peft_config["default"].lora_alpha == 8.0
+    assert task.build(0, 1, 0, None).model.peft_config["default"].lora_alpha == 2.0 * task.lora_rank
 
 
 def test_a_model_folder_brings_parameters_and_a_configuration_new_ones(files: Path) -> None:
@@ -312,7 +311,7 @@ def test_the_command_line_trains_with_a_reader_and_keeps_the_tokenizer_for_a_res
         "--no-tensorboard",
         "--run-dir",
         "run",
-        "--task.sample.length",
+        "--task.sample",
         "2",
     ]
     assert main(["train", "language", *words, *few]) == 0

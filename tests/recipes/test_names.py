@@ -24,18 +24,20 @@ sys.meta_path.insert(0, Missing())
 from stretto import errors
 from stretto_lab import recipes
 from stretto_lab.recipes.corpus import Text
+from stretto_lab.recipes.rows import read_rows
+from stretto_lab.recipes.text import BytePairs
 
-def complaint(options):
+def complaint(call):
     try:
-        options.build(0, 1, 0, None)
+        call()
     except errors.MissingExtra as error:
         return str(error)
 
 print(json.dumps([
-    complaint(recipes.StdlibGPT(data=Text(megabytes=0.1))),
-    complaint(recipes.StdlibGPT(data=Text(megabytes=0.1, tokens="bpe"))),
-    complaint(recipes.StdlibGPT(data=Text(dataset_path="saved"))),
-    complaint(recipes.DigitsResNet()),
+    complaint(lambda: recipes.StdlibGPT(data=Text(megabytes=0.1)).build(0, 1, 0, None)),
+    complaint(lambda: BytePairs([], 257)),
+    complaint(lambda: read_rows("saved")),
+    complaint(lambda: recipes.DigitsResNet().build(0, 1, 0, None)),
 ]))
 """
 
@@ -67,6 +69,6 @@ def test_every_field_can_be_written_as_json_and_set_from_the_command_line(name: 
     assert json.loads(json.dumps(asdict(default))) is not None
     assert parse_alone("of a recipe", [], default) == default
     assert parse_alone("of a recipe", ["--lr", "0.5"], default) == replace(default, lr=0.5)
-    assert parse_alone("of a recipe", ["--adamw.betas", "0.5,0.6"], default) == replace(
-        default, adamw=replace(default.adamw, betas=(0.5, 0.6))
+    assert parse_alone("of a recipe", ["--schedule.floor", "0.5"], default) == replace(
+        default, schedule=replace(default.schedule, floor=0.5)
     )

@@ -12,13 +12,11 @@ from stretto.optimizer import members_of
 from stretto_lab.observe import read_json_lines
 from stretto_lab.recipes.corpus import Text
 from stretto_lab.recipes.gpt import Architecture, Shape, causal_lm
-from stretto_lab.recipes.optimizers import Adafactor, AdamW, LanguageOptimizer, Muon
+from stretto_lab.recipes.optimizers import AdamW, LanguageOptimizer, muon
 from stretto_lab.recipes.stdlib_gpt import StdlibGPT
 from tests.recipes.files import expect_same_bits_after_a_kill, refusal, run_over, train_virtually
 
-SMALL = StdlibGPT(
-    layers=1, width=32, heads=2, context=16, batch=2, evaluation_windows=2, data=Text(megabytes=0.2)
-)
+SMALL = StdlibGPT(size="1x32x2", context=16, batch=2, evaluation_windows=2, data=Text(megabytes=0.2))
 
 
 def losses(folder: str) -> list[float]:
@@ -42,16 +40,16 @@ def test_two_ranks_train_as_one_and_a_killed_run_goes_on_to_the_bit(
 def test_muon_steps_the_matrices_of_blocks_and_adamw_everything_else(architecture: Architecture) -> None:
     model = causal_lm(architecture, Shape(1, 32, 2), vocabulary=64, context=16, dtype=torch.float32, seed=0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    muon, adamw = members_of(Muon().build(model, 0.1, AdamW(weight_decay=0.3)))
-    assert (type(muon), type(adamw)) == (torch.optim.Muon, torch.optim.AdamW)
-    hidden = {names[id(one)] for group in muon.param_groups for one in group["params"]}
+    of_matrices, adamw = members_of(muon(model, 0.1, AdamW(weight_decay=0.3)))
+    assert (type(of_matrices), type(adamw)) == (torch.optim.Muon, torch.optim.AdamW)
+    hidden = {names[id(one)] for group in of_matrices.param_groups for one in group["params"]}
     assert hidden == {name for name, one in model.named_parameters() if one.ndim == 2 and ".0." in name}
     decayed, plain = adamw.param_groups
     assert {names[id(one)] for one in decayed["params"]} == {
         name for name, one in model.named_parameters() if one.ndim == 2 and ".0." not in name
     }
     assert len(hidden) + len(decayed["params"]) + len(plain["params"]) == len(names)
-    assert [group["lr"] for group in (*muon.param_groups, decayed, plain)] == [0.1] * 3
+    assert [group["lr"] for group in (*of_matrices.param_groups, decayed, plain)] == [0.1] * 3
 
 
 def test_adapters_of_lora_are_refused_by_muon_in_one_line() -> None:
@@ -62,9 +60,4 @@ def test_adapters_of_lora_are_refused_by_muon_in_one_line() -> None:
 
 def test_a_model_without_hidden_matrices_is_refused_by_muon() -> None:
     with pytest.raises(ConfigError, match="the model has none: expected adamw"):
-        Muon().build(nn.Sequential(nn.Embedding(3, 4), nn.LayerNorm(4)), 0.1, AdamW())
-
-
-def test_adafactor_hands_its_settings_over() -> None:
-    (group,) = Adafactor(weight_decay=0.1).build(nn.Linear(2, 2), 0.5).param_groups
-    assert [group[name] for name in ("lr", "weight_decay")] == [0.5, 0.1]
+        muon(nn.Sequential(nn.Embedding(3, 4), nn.LayerNorm(4)), 0.1, AdamW())

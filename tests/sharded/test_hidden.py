@@ -12,9 +12,9 @@ from torch.distributed import Work
 
 from stretto import DDP, DataParallel, Options, ZeRO1
 from stretto.engine.sharded_model import HiddenShards
-from stretto.exchange import WIRES
 from tests.processes import run_ranks
 from tests.sharded.jobs import WORLD_SIZE, Case, Outcome, adamw, sharded, train
+from tests.wires import OF_GRADIENTS
 
 
 def counted(parallel: DataParallel) -> list[bool]:
@@ -55,7 +55,7 @@ def cases() -> list[Case]:
             weights=[draws.choice([0.0, 1.0, 2.5]) for _ in range(WORLD_SIZE - 1)] + [1.0],
         )
         for strategy in (DDP(), ZeRO1())
-        for wire in WIRES
+        for wire in OF_GRADIENTS
     ]
 
 

@@ -28,7 +28,7 @@ ON_WIRES = {
     "bf16": ZeRO1(),
     "int8": ACCO(),
     "int4": DiLoCo(interval=2, fragments=1, delay=1),
-    "int2": ZeRO1(),
+    "int2": DiLoCo(interval=2, fragments=1, delay=1),
     "rotated4": ACCO(),
     "rotated2": ZeRO1(),
 }

@@ -30,7 +30,7 @@ CASES = {
     "acco on int8": Lived(strategy=st.ACCO(), wire="int8"),
     "zero1 on int4, guarded": Lived(strategy=st.ZeRO1(), wire="int4", guards="standard"),
     "average on bf16": Lived(strategy=st.Average(4), wire="bf16"),
-    "dpu on int2": Lived(strategy=st.DPU(), wire="int2"),
+    "average on int2": Lived(strategy=st.Average(4), wire="int2"),
     "wp on rotated4": Lived(strategy=st.WeightPrediction(), wire="rotated4"),
     "zero1 on rotated3, audited": Lived(
         strategy=st.ZeRO1(), wire="rotated3", guards=(st.Audit(rate=0.5, seed=1),)

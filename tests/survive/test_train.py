@@ -14,6 +14,7 @@ from torch import nn
 import stretto as st
 from stretto.errors import ConfigError, LeftOut, StateCorrupt, WorkerFailed
 from stretto.survive import Term, survives
+from stretto_lab.faults import Fault
 from stretto_lab.observe import read_json_lines
 from stretto_lab.recipes import Loss, Task
 from stretto_lab.train.configuration import RunConfig
@@ -219,10 +220,11 @@ def test_a_worker_that_guards_name_is_left_out_and_not_replaced(
 def test_what_needs_all_ranks_is_refused_with_the_reason() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"survive does not go with noise \(names ranks, .* anew\), nor with async_save \(a rank .* of it\): "
-        "leave out one of them",
+        match="survive does not go with faults and noise: ranks are named there, and those that go on are",
     ):
-        RunConfig(task=Tiny(), survive=True, async_save=True, noise=st.Noise(0.1, rank=1))
+        RunConfig(
+            task=Tiny(), survive=True, faults=(Fault(site="masters", rank=0),), noise=st.Noise(0.1, rank=1)
+        )
     RunConfig(task=Tiny(), survive=True, noise=st.Noise(0.1))  # hits all
 
 

@@ -21,10 +21,10 @@ def test_a_comma_before_a_digit_belongs_to_a_clock() -> None:
 
 
 def test_an_arm_carries_options_of_its_strategy_and_settings_of_its_run() -> None:
-    arm = parse_arm("acco:first=1:wire=bf16:exchange=native:lr=2e-3:micro_batches=6")
+    arm = parse_arm("acco:first=1:wire=bf16:lr=2e-3:micro_batches=6")
     run = Job(task=Tiny()).run_of(arm)
     assert arm.strategy() == ACCO(first=1)
-    assert (run.wire, run.exchange, run.micro_batches, run.task.lr) == ("bf16", "native", 6, 2e-3)
+    assert (run.wire, run.micro_batches, run.task.lr) == ("bf16", 6, 2e-3)
     assert run.strategy == arm.text
 
 
@@ -105,7 +105,7 @@ def test_learning_rates_go_to_the_arm_or_to_all_arms_of_a_strategy_but_not_over_
         ("ddp:first=1", UnknownName, "wire"),
         ("acco:first=one", ConfigError, "first='one'"),
         ("acco:clock=8", ConfigError, "MIN,MAX"),
-        ("ddp:exchange=nccl", ConfigError, "expected one of auto, native, direct"),
+        ("ddp:exchange=native", UnknownName, "wire"),
         ("acco:lr=", ConfigError, "lr=''"),
         ("local:state=yes", ConfigError, "expected on or off"),
         ("local:_pace=1", UnknownName, "max_gap"),

@@ -50,14 +50,7 @@ def test_the_options_of_the_job_are_those_of_the_run() -> None:
         (Job, {"guards": ("moon",)}, "no guard is called 'moon'; there are replica, rest"),
         (RunConfig, {"checkpoint_every": 0}, "checkpoint_every"),
         (RunConfig, {"restarts": -1}, "restarts must be at least 0"),
-        (RunConfig, {"checkpoints_kept": 0}, "checkpoints_kept"),
         (RunConfig, {"resume": True}, "set run_dir"),
-        (RunConfig, {"local_checkpoints": "memory"}, "started again: add resume"),
-        (
-            RunConfig,
-            {"local_checkpoints": "memory", "resume": True, "run_dir": "run", "survive": True},
-            r"survive does not go with local_checkpoints \(states stay in the processes that live\)",
-        ),
         (CompareConfig, {"repeats": 0}, "repeats"),
         (CompareConfig, {"strategies": ()}, "at least one strategy"),
     ],
@@ -70,9 +63,9 @@ def test_a_setting_that_cannot_be_is_refused(kind: Any, settings: dict[str, Any]
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        (Job, {"workers": 1, "seed": 0, "threads": 1, "shard": 1, "micro_batches": 1, "updates": 1}),
+        (Job, {"workers": 1, "seed": 0, "shard": 1, "micro_batches": 1, "updates": 1}),
         (Job, {"ranks_per_node": 1, "bucket_bytes": 1}),
-        (RunConfig, {"checkpoint_every": 1, "checkpoints_kept": 1, "restarts": 0, "total_micro_batches": 1}),
+        (RunConfig, {"checkpoint_every": 1, "restarts": 0}),
         (CompareConfig, {"repeats": 1}),
     ],
 )

@@ -34,7 +34,6 @@ def struck(folder: str, workers: int = 3, **settings: Any) -> RunConfig[Tiny]:
         "strategy": "zero1",
         "guards": ("rest",),
         "checkpoint_every": 2,
-        "checkpoints_kept": 9,
         **settings,
     }
     return tiny_run(folder, workers=workers, **chosen)
@@ -117,20 +116,6 @@ def test_where_nobody_can_be_named_the_same_ranks_go_on() -> None:
     assert [one["error"] for one in quarantine("run")] == ["ReplicasDiverged"]
     train(dataclasses.replace(run, run_dir="clean", faults=()))
     assert model_bits("run") == model_bits("clean")
-
-
-@pytest.mark.long
-def test_without_a_disk_the_others_go_on_from_what_their_machine_remembers() -> None:
-    memory = {"checkpoint_every": None, "resume": True, "local_checkpoints": "memory"}
-    late = dataclasses.replace(STICKY, instant=20)
-    told = persist(struck("run", faults=(late,), updates=30, **memory))
-    (record,) = quarantine("run")
-    assert (record["left_out"], record["checkpoint"]) == ([1], "memory")
-    assert any(line.startswith("going on from what its machines remember, or from the ") for line in told)
-    assert [one["step"] for one in read_json_lines(Path("run", "updates.jsonl"))] == list(range(1, 31))
-    ranks = [len(one["micro_batches"]) for one in records("run")]
-    assert (ranks[15], ranks[16], ranks[-1]) == (3, 2, 2)  # the last state is that after 16 updates
-    assert not Path("memory").exists()
 
 
 def test_a_run_is_not_restarted_for_ever() -> None:

@@ -50,56 +50,10 @@ def test_a_killed_run_resumes_to_the_bit(strategy: str, moments: int) -> None:
         assert written(f"killed-{moment}") == written("whole")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("strategy", ["zero1", "acco"])
-def test_without_checkpoints_on_a_disk_a_killed_run_goes_on_from_the_memory_of_its_machine(
-    strategy: str,
-) -> None:
-    settings = {"strategy": strategy, "updates": 40, "checkpoint_every": None, "resume": True}
-    whole = tiny_run("whole", local_checkpoints="memory of the whole", **settings)
-    calls = train(whole, 2, train_until_killed, 0, NEVER)
-    assert not Path("memory of the whole").exists()
-    draw = random.Random(strategy)
-    run, victim = tiny_run("killed", local_checkpoints="memory", **settings), draw.randrange(2)
-    with pytest.raises(WorkerFailed, match="killed by SIGKILL"):
-        train(run, 2, train_until_killed, victim, int(calls[victim] * draw.uniform(0.85, 0.95)))
-    (outcome, _) = train(run)
-    assert 16 <= outcome.resumed_from < 40
-    assert written("killed") == written("whole")
-
-
-@pytest.mark.long
-def test_of_a_state_in_memory_and_a_checkpoint_on_disk_the_newer_one_counts() -> None:
-    run = tiny_run("run", strategy="zero1", updates=23, resume=True, local_checkpoints="memory")
-    train(dataclasses.replace(run, run_dir="whole", local_checkpoints=None))
-    with pytest.raises(WorkerFailed, match="killed by SIGKILL"):
-        train(run, 2, train_until_hit_in_write, (1,), signal.SIGKILL, 7)
-    last, *_ = checkpoint.complete(Path("run", "checkpoints"))
-    assert checkpoint.step_of(last) == 18  # in memory are 0 and 16
-    (outcome, _) = train(run)
-    assert outcome.resumed_from == 18
-    assert written("run") == written("whole")
-
-
-@pytest.mark.long
-def test_in_mid_write_beside_training_a_kill_costs_one_checkpoint() -> None:
-    train(tiny_run("whole", strategy="acco"))
-    run = tiny_run("hit", strategy="acco", async_save=True)
-    with pytest.raises(WorkerFailed, match="killed by SIGKILL"):
-        train(run, 2, train_until_hit_in_write, (1,), signal.SIGKILL, 2)
-    left = [".writing-000002-step-6", "000001-step-3"]
-    assert sorted(path.name for path in Path("hit", "checkpoints").iterdir()) == left
-    train(dataclasses.replace(run, resume=True))
-    assert written("hit") == written("whole")
-
-
 @pytest.mark.long(keep=1)
 @pytest.mark.parametrize("strategy", ["zero1", "ddp", "acco", "wp", "average:2"])
-@pytest.mark.parametrize("async_save", [False, True])
-def test_a_stop_signal_to_any_rank_lands_and_saves_and_the_run_goes_on(
-    strategy: str, async_save: bool
-) -> None:
-    run = tiny_run("stopped", strategy=strategy, async_save=async_save)
+def test_a_stop_signal_to_any_rank_lands_and_saves_and_the_run_goes_on(strategy: str) -> None:
+    run = tiny_run("stopped", strategy=strategy)
     victims = random.Random(strategy).choice([(0,), (1,), (0, 1)])
     outcomes = train(run, 2, train_until_hit_in_write, victims, signal.SIGTERM, 1)
     (updates,) = {outcome.updates for outcome in outcomes}
@@ -144,11 +98,11 @@ def test_a_damaged_checkpoint_is_passed_over_and_told() -> None:
 
 
 def test_where_every_checkpoint_is_damaged_the_run_does_not_begin_anew() -> None:
-    run = tiny_run("run", strategy="zero1", checkpoints_kept=1)
+    run = tiny_run("run", strategy="zero1")
     train(run)
-    (last,) = checkpoint.complete(Path("run", "checkpoints"))
-    file = last / "__0_0.distcp"
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    for path in checkpoint.complete(Path("run", "checkpoints")):
+        file = path / "__0_0.distcp"
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
     with pytest.raises(WorkerFailed, match="TornCheckpoint"):
         train(dataclasses.replace(run, resume=True))
 

@@ -43,14 +43,6 @@ def test_shards_train_as_whole_models_do_and_leave_the_same_files() -> None:
         torch.testing.assert_close(evaluations(folder), evaluations("whole"), rtol=1e-4, atol=0)
 
 
-def test_micro_batches_of_all_ranks_together_are_as_many_on_shards() -> None:
-    train(run_of("shards", total_micro_batches=14), RANKS)
-    found = {(tuple(one["micro_batches"]), one["samples"]) for one in records("shards")}
-    assert found == {((8, 6), 14 * Tiny().batch)}  # four of each rank of one node, three of the other's
-    with pytest.raises(ConfigError, match="expected a multiple of 2, because the ranks of a node take"):
-        check_run(run_of("shards", total_micro_batches=13), RANKS)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["acco:wire=int4", "diloco:interval=2:fragments=1"])
 def test_a_killed_run_of_shards_resumes_to_the_bit_and_goes_on_with_whole_models(strategy: str) -> None:
@@ -116,7 +108,7 @@ def smooth(rank: int, world_size: int, seed: int, updates: int | None) -> Task:
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["stdlib-gpt", f"{__file__}:smooth"], ids=["stdlib-gpt", "one's own"])
 def test_recipes_without_batch_normalisation_train_on_shards(name: str) -> None:
-    options = ["--size", "0.1m", "--batch", "2", "--evaluation-windows", "4", "--sample.length", "2"]
+    options = ["--size", "0.1m", "--batch", "2", "--evaluation-windows", "4", "--sample", "2"]
     own = [word.replace("--", "--task.") if word[0] == "-" else word for word in options]
     command = ["train", name, *(own if name == "stdlib-gpt" else [])]
     assert main([*command, *ON_ONE_NODE]) == 0

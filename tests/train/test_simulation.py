@@ -122,10 +122,6 @@ def test_what_cannot_be_simulated_is_refused() -> None:
         simulate(simulation("run"))
 
 
-def test_threads_are_those_of_a_run() -> None:
-    assert dataclasses.replace(simulation()).as_run().threads == 1
-
-
 def test_a_slow_loader_takes_virtual_time_and_an_echo_hides_it() -> None:
     settings = {"jitter": 0.0, "micro_batch_ms": 10.0, "updates": 20, "strategy": "zero1", "network": "free"}
 
@@ -181,7 +177,6 @@ def test_ranks_begin_together_so_no_update_pays_for_a_slow_start(strategy: str) 
             device=torch.device("cpu"),
             group=late,
             now=lambda: group.now_ns / 1e9,
-            epoch=0.0,
         )
         seconds = train_at(context, run, 0).training_seconds
         assert group.now_ns > 60 * 10**9  # it was a slow start

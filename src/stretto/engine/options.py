@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from stretto.errors import ConfigError
-from stretto.exchange import WIRES, PackedWire, Wire
+from stretto.exchange import WIRES, Wire
 from stretto.fields import check_at_least, check_fields, did_you_mean, is_count
 from stretto.noise import Noise
 from stretto.strategies import Strategy
@@ -63,25 +63,21 @@ class Options:
 
     wire: str = "fp32"
     """fp32, bf16, int8, int4, int2, rotated4, rotated3, rotated2, rotated1; or your own: the format in which gradients
-    and parameters travel. See the page adding-a-wire. bf16 halves the bytes, masters stay fp32. int8, int4, int2 send
-    gradients in blocks of integers of 8, 4 or 2 bits with error feedback, and parameters as changes in the same format:
-    about a half, a quarter and a seventh of bf16's bytes, for some arithmetic and, per parameter, 4 bytes of memory and
-    as many as the parameter has. Averages travel as bf16. int2 costs something in the loss. rotated4 to rotated1 send 4
-    to 1 bits without error feedback, right on average, and save these 4 bytes."""
+    and parameters travel. See the page adding-a-wire. bf16 halves the bytes, masters stay fp32. int8 and int4 send
+    gradients in blocks of integers of 8 or 4 bits with error feedback, and parameters as changes in the same format:
+    about a half and a quarter of bf16's bytes, for some arithmetic and, per parameter, 4 bytes of memory and as many as
+    the parameter has. Averages travel as bf16. int2 is for strategies that average replicas alone. rotated4 to rotated1
+    send 4 to 1 bits without error feedback, right on average, and save these 4 bytes."""
     changes: str | None = None
     """How owners tell all ranks what a step has changed, under strategies that shard the optimizer; None for the
     wire's format. A plain format sends the parameters themselves."""
-    exchange: Literal["auto", "native", "direct"] = "auto"
-    """How gradients are summed: by the backend, or by their owner in rank order (reproducible, fp32 sums of any
-    wire). auto: native on NCCL, direct elsewhere, because Gloo's reduce-scatter costs a whole all-reduce."""
     ranks_per_node: int | None = None
     """Sum inside nodes of so many consecutive ranks first, and send only these sums, and what owners publish, to other
     nodes: bytes between nodes fall by this factor. For nodes whose ranks have a faster link among themselves; under
     torchrun `int(os.environ["LOCAL_WORLD_SIZE"])`. None makes no difference between ranks."""
     verified: bool = False
     """Send a digest with all data, check what arrives and what is summed, and repeat damaged transfers before use;
-    needs the direct exchange, of which it also checks both levels on nodes. Costs eight bytes per bucket and rank, a
-    second sum, and one small gather per exchange."""
+    on nodes on both levels. Costs eight bytes per bucket and rank, a second sum, and one small gather per exchange."""
     strikes: int | None = None
     """Number of updates in which guards or the verified exchange blame one rank, or one link, for damage before the job
     ends on all ranks with `Quarantined`; None for no limit. A strike counts for 1,000 updates. One may be an accident,
@@ -145,26 +141,8 @@ class Options:
             if not 0 < found < float("inf"):
                 raise ConfigError(f"Options({limit}={found}): expected a positive, finite number of seconds")
         BufferChoices.read(self.buffers)
-        self._check_exchange()
-
-    def _check_exchange(self) -> None:
         if self.ranks_per_node is not None and self.ranks_per_node < 1:
             raise ConfigError(f"Options(ranks_per_node={self.ranks_per_node}): expected at least 1, or None")
-        if self.ranks_per_node is not None and self.exchange == "native":
-            raise ConfigError(
-                f"Options(ranks_per_node={self.ranks_per_node}, exchange='native'): sums inside nodes are made by the "
-                "direct exchange; leave out one of the two"
-            )
-        if self.verified and self.exchange == "native":
-            raise ConfigError(
-                "Options(verified=True, exchange='native'): a backend's own sum shows no contribution that could be "
-                "checked; expected exchange='direct' or 'auto'"
-            )
-        if isinstance(WIRES[self.wire], PackedWire) and self.exchange == "native":
-            raise ConfigError(
-                f"Options(wire={self.wire!r}, exchange='native'): a backend cannot sum packed contributions: expected "
-                "exchange='direct' or 'auto'"
-            )
 
     def with_wire(self, wire: str | None) -> "Options":
         """Return these options with another wire than the default; with None they stay.
@@ -243,7 +221,7 @@ class Quota:
 
 
 def check_formats(options: Options, strategy: Strategy, ledger: Ledger) -> None:
-    """Raise where a format is chosen for what is not sent.
+    """Raise where a format is chosen for what is not sent, or too narrow for gradients.
 
     Raises:
         ConfigError: Names the option and the strategy.
@@ -252,6 +230,11 @@ def check_formats(options: Options, strategy: Strategy, ledger: Ledger) -> None:
         raise ConfigError(
             f"Options(changes={options.changes!r}): strategy {strategy.name} sends no changes: leave it out, or take a "
             "strategy that sends them, such as zero1"
+        )
+    if not (WIRES[options.wire].fits_gradients or ledger.local):
+        raise ConfigError(
+            f"Options(wire={options.wire!r}): strategy {strategy.name} sends gradients, which lose a tenth of a nat: "
+            "expected 'rotated2', which has as many bits, or a strategy that averages replicas, such as average"
         )
 
 

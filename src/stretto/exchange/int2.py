@@ -29,6 +29,7 @@ class Int2(IntegerWire):
     """Sixteen bytes, each with four numbers that are neighbours, as in `Int4`; a bf16 scale."""
 
     name = "int2"
+    fits_gradients = False
     block_bytes = 16 + 2
     largest, zero, bits = 1, 1, 2
     word_bits, scale_bits = 16, 8

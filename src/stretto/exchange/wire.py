@@ -23,6 +23,8 @@ class Wire(ABC):
     """As `Options(wire=...)` and the command line call it."""
     is_unbiased: ClassVar[bool] = False
     """Whether it draws random numbers such that what arrives is, on average over draws, what was sent."""
+    fits_gradients: ClassVar[bool] = True
+    """Whether gradients may travel in it, and not only averages of replicas and changes of parameters."""
 
     @property
     @abstractmethod

@@ -40,9 +40,7 @@ def choose_guards(
             fitting.append(guard)
         else:
             left_out[guard.name] = reason
-    if options.exchange == "native":
-        left_out["verified"] = "does not work with exchange='native'"
-    elif ledger.by_node:
+    if ledger.by_node:
         left_out["verified"] = "does not check sums inside a worker that is a node"
     else:
         options = dataclasses.replace(options, verified=True)

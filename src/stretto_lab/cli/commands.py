@@ -244,8 +244,6 @@ def report_command(words: Sequence[str]) -> None:
     for line in missing:
         print(f"missing: {printable(line)}")
     print(f"open in a browser: {page_of(folders, config)}")
-    if config.perfetto is not None:
-        print(f"open in ui.perfetto.dev: {config.perfetto}")
 
 
 def diagnose_command(words: Sequence[str]) -> None:

@@ -66,7 +66,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "report": Command(
             summary="make a page that shows runs: loss, time, both lanes, damage",
             takes="FOLDER...",
-            basic=("out", "updates", "perfetto"),
+            basic=("out",),
         ),
         "diagnose": Command(
             summary="measure whether a recipe waits for its data",

@@ -6,7 +6,6 @@ from stretto_lab.observe.records import Observer, Recorder, StrikeRecorder, stri
 from stretto_lab.observe.stages import Stages
 from stretto_lab.observe.tables import print_comparison
 from stretto_lab.observe.tensorboard import TensorBoard
-from stretto_lab.observe.trace import Trace, trace_file
 
 __all__ = [
     "Header",
@@ -17,11 +16,9 @@ __all__ = [
     "Stages",
     "StrikeRecorder",
     "TensorBoard",
-    "Trace",
     "append_json_line",
     "print_comparison",
     "read_json_lines",
     "replace_json",
     "strikes_file",
-    "trace_file",
 ]

@@ -1,15 +1,12 @@
-"""A page about runs, made from their folders alone; and a trace for other viewers."""
+"""A page about runs, made from their folders alone."""
 
 import dataclasses
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from stretto.errors import ConfigError
 from stretto_lab.page.document import write_page
 from stretto_lab.page.folder import read_folder
-from stretto_lab.page.perfetto import write_perfetto
-from stretto_lab.page.traces import open_traces
 
 __all__ = ["PAGE", "ReportConfig", "page_of", "report"]
 
@@ -24,16 +21,6 @@ class ReportConfig:
     out: str | None = None
     """The page, which needs no network and replaces what is there. None is report.html in the folder it is about, and
     of several folders a file in runs/ that has their names."""
-    updates: tuple[int, int] | None = None
-    """FIRST,LAST update that the timeline shows; beside those it shows anyway, which are all of a short run."""
-    perfetto: str | None = None
-    """Also write the trace of one run to this file; for ui.perfetto.dev or chrome://tracing."""
-
-    def __post_init__(self) -> None:
-        if self.updates is not None and not 0 <= self.updates[0] <= self.updates[1]:
-            raise ConfigError(
-                f"updates must be 0 <= FIRST <= LAST, found {self.updates[0]},{self.updates[1]}"
-            )
 
 
 def page_of(paths: Sequence[Path], config: ReportConfig) -> Path:
@@ -56,9 +43,9 @@ def report(paths: Sequence[Path], config: ReportConfig) -> list[str]:
         config: What to write, and where.
 
     Raises:
-        ConfigError: A folder is of another kind; or there is no trace to write.
+        ConfigError: A folder is of another kind.
         MissingExtra: plotly is not installed.
-        DiskError: A file cannot be written.
+        DiskError: The file cannot be written.
     """
     paths = list(dict.fromkeys(paths))
     names = [path.resolve().name for path in paths]
@@ -66,13 +53,5 @@ def report(paths: Sequence[Path], config: ReportConfig) -> list[str]:
         read_folder(path, name if names.count(name) == 1 else str(path))
         for path, name in zip(paths, names, strict=True)
     ]
-    traces = [open_traces(folder.path, folder.gaps) if folder.is_traceable else [] for folder in folders]
-    if config.perfetto is not None:
-        if len(traces) != 1 or not traces[0]:
-            raise ConfigError(
-                f"perfetto {config.perfetto}: expected one folder, of a run with a trace (train --trace), found "
-                f"{', '.join(map(str, paths))}"
-            )
-        write_perfetto(traces[0], Path(config.perfetto))
-    write_page(folders, traces, page_of(paths, config), config.updates)
+    write_page(folders, page_of(paths, config))
     return [f"{folder.name}: {gap}" for folder in folders for gap in folder.gaps]

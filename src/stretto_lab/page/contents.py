@@ -47,8 +47,6 @@ class Run:
     """Where the time of an average update went."""
     memory: Sequence[tuple[float, float]] = ()
     """Of rank 0: updates, and the most bytes in use until then; a line for each rise."""
-    micro_batches: Sequence[float] = ()
-    """Mean number per update, by rank."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,8 +70,8 @@ class Contents:
     tables: Sequence[Table] = ()
     gaps: list[str] = dataclasses.field(default_factory=list)
     """What could not be read."""
-    is_traceable: bool = False
-    """Whether it is the folder of one run, which may have a trace."""
+    is_run: bool = False
+    """Whether it is the folder of one run."""
 
 
 def formatted(value: float, pattern: str) -> str:

@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 from stretto_lab.page.contents import Column, Run
 from stretto_lab.page.times import UpdateTime
-from stretto_lab.page.traces import KINDS, RankTimes, Stretch
 
 POINTS = 1000
 """Of a curve: more than a chart has pixels, so that nothing is lost on the screen."""
@@ -119,25 +118,11 @@ def _averages(run: Run) -> dict[str, Any] | None:
     return {**_axes(run.axes, kept), **chosen}
 
 
-def timeline(name: str, stretches: Sequence[Stretch]) -> dict[str, Any]:
-    """Return what the timeline of a run draws."""
-    return {
-        "name": name,
-        "kinds": KINDS,
-        "stretches": [
-            {"label": stretch.label, "rows": stretch.rows, "marks": stretch.marks} for stretch in stretches
-        ],
-    }
-
-
-def memory(run: Run, times: Sequence[RankTimes]) -> dict[str, Any]:
-    """Return the most memory of each rank along a run, in megabytes; without traces, of rank 0 alone."""
-    by_rank: dict[int, Sequence[tuple[float, float]]] = {one.rank: one.memory for one in times}
-    if not by_rank and run.memory:
-        by_rank = {0: [*run.memory, *((step, run.memory[-1][1]) for step in run.columns["step"][-1:])]}
-    ranks = []
-    for rank, known in by_rank.items():
-        points = known[:: max(1, len(known) // 200)]
-        steps, peaks = [float(step) for step, _ in points], [peak / 1e6 for _, peak in points]
-        ranks.append({"rank": rank, "updates": plain(steps), "y": plain(peaks)})
-    return {"name": run.name, "ranks": ranks}
+def memory(run: Run) -> dict[str, Any]:
+    """Return the most memory of rank 0 along a run, in megabytes."""
+    known = (
+        [*run.memory, *((step, run.memory[-1][1]) for step in run.columns["step"][-1:])] if run.memory else []
+    )
+    points = known[:: max(1, len(known) // 200)]
+    steps, peaks = [float(step) for step, _ in points], [peak / 1e6 for _, peak in points]
+    return {"updates": plain(steps), "y": plain(peaks)}

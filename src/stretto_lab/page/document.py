@@ -19,47 +19,30 @@ from typing import Any
 from stretto.disk import replace_file
 from stretto.errors import MissingExtra
 from stretto_lab.page.contents import Contents
-from stretto_lab.page.curves import curves, memory, timeline
+from stretto_lab.page.curves import curves, memory
 from stretto_lab.page.sections import sections, text
-from stretto_lab.page.traces import RankTrace, rank_times, stretches
 
 MOST_RUNS = 40
 """Whose curves are drawn."""
 
 
-def write_page(
-    folders: Sequence[Contents],
-    traces: Sequence[Sequence[RankTrace]],
-    out: Path,
-    chosen: tuple[int, int] | None = None,
-) -> None:
+def write_page(folders: Sequence[Contents], out: Path) -> None:
     """Write the page of what some folders hold.
 
     Args:
         folders: In the order of the page.
-        traces: Of each folder; empty where it has none.
         out: The file.
-        chosen: First and last update that timelines show, beside those that they show anyway.
 
     Raises:
         MissingExtra: plotly is not installed.
         DiskError: The file cannot be written.
     """
     runs = [run for folder in folders for run in folder.runs][:MOST_RUNS]
-    traced = [
-        (folder, stretches(ranks, folder.runs[0].events, chosen), rank_times(ranks))
-        for folder, ranks in zip(folders, traces, strict=True)
-        if ranks
-    ]
-    times = {folder.path: found for folder, _, found in traced}
     data = {
         "runs": [curves(run) for run in runs],
-        "timelines": [timeline(folder.name, shown) for folder, shown, _ in traced],
-        "memory": [
-            memory(folder.runs[0], times.get(folder.path, ())) for folder in folders if folder.is_traceable
-        ],
+        "memory": [memory(folder.runs[0]) for folder in folders if folder.is_run],
     }
-    body = "\n".join(sections(folders, runs, traced))
+    body = "\n".join(sections(folders, runs))
     whole = _whole(folders, body, data, _shared(out))
     replace_file(out, lambda path: path.write_text(whole, encoding="utf-8"))
 

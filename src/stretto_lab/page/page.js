@@ -7,11 +7,6 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const RUN_COLOURS = ["#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999999"];
 const DASHES = ["solid", "dash", "dot", "dashdot"];
 const PARTS = { compute: ["compute", "#4477aa"], exposed: ["exposed communication", "#ee6677"], data: ["waiting for data", "#ccbb44"] };
-const KIND_COLOURS = {
-  "micro-batch": "#4477aa", data: "#ccbb44", exposed: "#ee6677", reduce: "#66ccee", step: "#228833", gather: "#aa3377",
-  preview: "#88cc99", leaving: "#a9d3e3", average: "#dd9944", launch: "#c98cc0", land: "#8899dd", guard: "#ee8866",
-  evaluation: "#bbbbbb", checkpoint: "#8a8f98", other: "#777777",
-};
 // Name, shape and size. A ring fits around the cross of the incident that a fault becomes.
 const EVENTS = {
   fault: ["faults on purpose", "circle-open", 16], incident: ["incidents", "x", 10], restart: ["restarts", "star", 12],
@@ -144,129 +139,12 @@ function drawAverages() {
 
 function drawMemory() {
   data.memory.forEach((run, index) => {
-    const traces = run.ranks.map((rank, place) => ({ x: rank.updates, y: rank.y, name: `rank ${rank.rank}`, mode: "lines",
-      line: { color: RUN_COLOURS[place % RUN_COLOURS.length], dash: DASHES[Math.floor(place / RUN_COLOURS.length) % DASHES.length], shape: "hv" },
-      hovertemplate: "%{y:,.1f} MB<extra>%{fullData.name}</extra>" }));
-    draw(`memory-${index}`, traces, { height: 240, xaxis: { title: title(AXIS_TITLES.updates) }, yaxis: { title: title("most MB in use"), rangemode: "tozero" } });
+    const traces = [{ x: run.updates, y: run.y, name: "rank 0", mode: "lines", line: { color: RUN_COLOURS[0], shape: "hv" },
+      hovertemplate: "%{y:,.1f} MB<extra></extra>" }];
+    draw(`memory-${index}`, traces, { height: 240, showlegend: false, xaxis: { title: title(AXIS_TITLES.updates) }, yaxis: { title: title("most MB in use"), rangemode: "tozero" } });
   });
 }
 
-// The timeline of one run: what is narrower than a pixel is merged, so that any stretch can be seen whole and in detail.
-class Timeline {
-  constructor(run, index) {
-    this.run = run;
-    this.id = `timeline-${index}`;
-    this.stretch = run.stretches[0];
-    const place = element(this.id);
-    this.addLegend();
-    const chosen = element(`${this.id}-stretch`);
-    chosen.addEventListener("change", () => { this.stretch = run.stretches[chosen.selectedIndex]; this.begin(); });
-    const moves = { earlier: [-0.5, 1], later: [0.5, 1], nearer: [0, 0.5], farther: [0, 2], whole: null };
-    for (const [name, move] of Object.entries(moves)) {
-      element(`${this.id}-${name}`).addEventListener("click", () => this.move(move));
-    }
-    const keys = { ArrowLeft: moves.earlier, ArrowRight: moves.later, "+": moves.nearer, "-": moves.farther, 0: null };
-    place.addEventListener("keydown", (event) => {
-      if (event.key in keys && !event.ctrlKey && !event.metaKey) { event.preventDefault(); this.move(keys[event.key]); }
-    });
-    this.begin();
-    place.on("plotly_relayout", (change) => {
-      if (change["xaxis.autorange"]) this.show(0, this.end);
-      else if (change["xaxis.range[0]"] !== undefined) this.show(Number(change["xaxis.range[0]"]) * 1e6, Number(change["xaxis.range[1]"]) * 1e6);
-    });
-  }
-
-  addLegend() {
-    const used = new Set(this.run.stretches.flatMap((stretch) => stretch.rows.flatMap((row) => [...new Set(row.kind)])));
-    for (const kind of [...used].sort((one, other) => one - other)) {
-      const item = document.createElement("li");
-      item.textContent = this.run.kinds[kind];
-      item.style.setProperty("--fill", KIND_COLOURS[this.run.kinds[kind]]);
-      element(`${this.id}-legend`).append(item);
-    }
-  }
-
-  begin() {
-    let end = 1;
-    const first = [];
-    for (const row of this.stretch.rows) {
-      row.start.forEach((start, index) => { end = Math.max(end, start + row.length[index]); });
-      if (!first.length && row.start.length) first.push(row);
-    }
-    this.end = end;
-    // About six updates from the middle: enough to see the pattern.
-    const steps = first.length ? first[0].step : [];
-    const middle = steps[Math.floor(steps.length / 2)];
-    const within = steps.findIndex((step) => step >= middle - 2), behind = steps.findIndex((step) => step > middle + 3);
-    if (within > 0 && behind > 0) this.show(first[0].start[within], first[0].start[behind]);
-    else this.show(0, end);
-  }
-
-  move(move) {
-    if (move === null) return this.show(0, this.end);
-    const [shift, zoom] = move, width = this.to - this.from, middle = (this.from + this.to) / 2 + shift * width;
-    this.show(middle - (zoom * width) / 2, middle + (zoom * width) / 2);
-  }
-
-  show(from, to) {
-    if (!(to - from >= 1)) return;
-    [this.from, this.to] = [from, to];
-    const rows = this.stretch.rows, height = rows.length > 24 ? 15 : 26;
-    const traces = [];
-    this.segments().forEach((found, kind) => {
-      const name = this.run.kinds[kind];
-      if (found.x.length) {
-        // Evaluations and checkpoints lie under what happens in them.
-        traces[["evaluation", "checkpoint"].includes(name) ? "unshift" : "push"]({ x: found.x, y: found.y, text: found.text, name, mode: "lines", connectgaps: false,
-          line: { color: KIND_COLOURS[name], width: height * 0.62, simplify: false }, hovertemplate: "%{text}<extra></extra>" });
-      }
-    });
-    const marks = this.stretch.marks.filter(([time]) => time >= from && time <= to);
-    traces.push({ x: marks.map(([time]) => time / 1e6), y: marks.map(() => -0.75), text: marks.map(([, text]) => plain(text)), mode: "markers",
-      marker: { symbol: "x", size: 10, color: colour("warn") }, hovertemplate: "%{text}<extra></extra>", cliponaxis: false });
-    draw(this.id, traces, {
-      height: 60 + height * rows.length, showlegend: false,
-      xaxis: { range: [from / 1e6, to / 1e6], tickformat: "~s", ticksuffix: "s", zeroline: false },
-      yaxis: { range: [rows.length - 0.4, -1], fixedrange: true, zeroline: false, showgrid: false, tickmode: "array",
-        tickvals: rows.map((_, index) => index), ticktext: rows.map((row) => (row.lane === "compute" ? `rank ${row.rank} compute` : "comm.")) },
-    });
-  }
-
-  segments() {
-    const width = this.to - this.from, pixel = width / Math.max(200, element(this.id).clientWidth - 110);
-    const least = this.from - width, most = this.to + width;
-    const found = this.run.kinds.map(() => ({ x: [], y: [], text: [] }));
-    const add = (kind, y, start, end, text) => {
-      const place = found[kind], parts = Math.min(60, Math.max(1, Math.round((end - start) / (30 * pixel))));
-      for (let part = 0; part <= parts; part++) {
-        place.x.push((start + ((end - start) * part) / parts) / 1e6); place.y.push(y); place.text.push(text);
-      }
-      place.x.push(null); place.y.push(null); place.text.push("");
-    };
-    this.stretch.rows.forEach((row, y) => {
-      const name = `rank ${row.rank}, ${row.lane}`;
-      let cell = -1, merged = null;
-      const flush = () => { if (merged) add(merged.kind, y, merged.start, merged.end, `${name}: ${this.run.kinds[merged.kind]} and others; zoom in to see each`); merged = null; };
-      row.start.forEach((start, index) => {
-        const end = start + row.length[index], kind = row.kind[index];
-        if (end < least || start > most) return;
-        if (row.length[index] >= 1.5 * pixel) {
-          const text = `${name}<br>${this.run.kinds[kind]}, ${(row.length[index] / 1000).toPrecision(4)} ms, update ${row.step[index]}`;
-          return add(kind, y, Math.max(start, least), Math.min(end, most), text);
-        }
-        const place = Math.floor(start / pixel);
-        if (merged && place <= cell + 1 && merged.kind === kind) { merged.end = Math.max(merged.end, (place + 1) * pixel); }
-        else if (merged && place === cell) { if (row.length[index] > merged.longest) { merged.kind = kind; merged.longest = row.length[index]; } }
-        else { flush(); merged = { kind, start: place * pixel, end: (place + 1) * pixel, longest: row.length[index] }; }
-        cell = place;
-      });
-      flush();
-    });
-    return found;
-  }
-}
-
-let timelines = [];
 function drawAll() {
   if (element("loss")) drawLoss();
   if (element("time")) drawTime();
@@ -275,8 +153,6 @@ function drawAll() {
   drawInput();
   drawAverages();
   drawMemory();
-  if (timelines.length) timelines.forEach((one) => one.show(one.from, one.to));
-  else timelines = data.timelines.map((run, index) => new Timeline(run, index));
 }
 
 drawAll();

@@ -1,6 +1,5 @@
 """The folder of a run of `train` or `simulate`, as far as it can be read."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +57,11 @@ def read_run(path: Path, name: str) -> Contents:
             (number(one.get("step")), number(one.get("peak_bytes")))
             for one in read_records(path, "memory.jsonl", gaps, expected=False)
         ],
-        micro_batches=_mean_counts([items(one.get("micro_batches")) for one in records]),
     )
     if not records:
         gaps.append("no update is recorded")
     facts = {**_verdict(run.time), **_about(config, strategy, path), **_outcome(run, unit_of(config))}
-    return Contents(path=path, name=name, facts=facts, runs=[run], gaps=gaps, is_traceable=True)
+    return Contents(path=path, name=name, facts=facts, runs=[run], gaps=gaps, is_run=True)
 
 
 def _at_steps(steps: Column, known: Column, axis: Column) -> Column:
@@ -72,12 +70,6 @@ def _at_steps(steps: Column, known: Column, axis: Column) -> Column:
         return np.full(len(steps), np.nan)
     index = np.searchsorted(known, steps, side="right") - 1
     return np.where(index < 0, 0.0, axis[np.maximum(index, 0)])
-
-
-def _mean_counts(counts: Sequence[list[Any]]) -> list[float]:
-    """Return the mean micro-batches of each rank, over the updates with as many ranks as the last one."""
-    alike = [row for row in counts if counts and len(row) == len(counts[-1])]
-    return [float(np.mean([number(value) for value in rank])) for rank in zip(*alike, strict=True)]
 
 
 def _events(path: Path, columns: dict[str, Column], gaps: list[str]) -> list[Event]:

@@ -5,20 +5,16 @@ Whatever comes from a folder passes `text`.
 
 import html
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from stretto.terminal import printable
 from stretto_lab.page.contents import UNKNOWN, Contents, Run, Table, formatted
-from stretto_lab.page.traces import MOST_RANKS, ORDER, RankTimes, Stretch
 
 MOST_ROWS = 300
 """Of a table."""
 MOST_LETTERS = 2000
 """Of one text from a folder."""
-Traced = tuple[Contents, Sequence[Stretch], Sequence[RankTimes]]
-"""A run with what its trace says."""
 
 
 def text(value: str) -> str:
@@ -27,13 +23,12 @@ def text(value: str) -> str:
     return html.escape(printable(shown))
 
 
-def sections(folders: Sequence[Contents], runs: Sequence[Run], traced: Sequence[Traced]) -> Iterator[str]:
+def sections(folders: Sequence[Contents], runs: Sequence[Run]) -> Iterator[str]:
     """Yield the sections of the page, in their order.
 
     Args:
         folders: What is shown.
         runs: Those of all folders whose curves are drawn.
-        traced: Folders of runs with a trace.
     """
     yield from (_about(folder, "What ran" if len(folders) == 1 else folder.name) for folder in folders)
     if any(len(run.evaluations) or run.columns for run in runs):
@@ -41,22 +36,9 @@ def sections(folders: Sequence[Contents], runs: Sequence[Run], traced: Sequence[
     yield from _events(runs)
     yield from _course(runs)
     yield from _time(runs)
-    for index, (folder, shown, _) in enumerate(traced):
-        yield _timeline(index, folder, shown)
-    with_trace = [folder.path for folder, _, _ in traced]
-    untraced = [folder.name for folder in folders if folder.is_traceable and folder.path not in with_trace]
-    if untraced:
-        names = text(", ".join(untraced))
-        yield _section(
-            "What happened when",
-            f"<p class=note>{names}: not traced. Train with <code>--trace</code>, and there is a timeline of both "
-            "lanes of every rank, with the times and the memory of each rank.</p>",
-        )
     yield from _averages(runs)
     yield from _input(runs)
-    for folder, _, times in traced:
-        yield _ranks(folder, times)
-    yield from _memory([folder for folder in folders if folder.is_traceable], with_trace)
+    yield from _memory([folder for folder in folders if folder.is_run])
 
 
 def _section(title: str, *parts: str) -> str:
@@ -185,30 +167,6 @@ def _time(runs: Sequence[Run]) -> Iterator[str]:
     )
 
 
-def _timeline(index: int, folder: Contents, shown: Sequence[Stretch]) -> str:
-    name = f"timeline-{index}"
-    options = "".join(f"<option>{text(stretch.label)}</option>" for stretch in shown)
-    buttons = "".join(
-        f'<button type=button id="{name}-{move}" aria-label="{label}" title="{label}">{sign}</button>'
-        for move, label, sign in (
-            ("earlier", "earlier", "←"), ("later", "later", "→"), ("nearer", "zoom in", "+"),
-            ("farther", "zoom out", "−"), ("whole", "show all", "all"),
-        )
-    )  # fmt: skip
-    chart = _chart(name, "timeline of both lanes of every rank", small=True).replace(
-        "<div ", "<div tabindex=0 ", 1
-    )
-    return _section(
-        f"What happened when: {folder.name}",
-        "<p class=note>Both lanes of every rank. Drag to zoom, double-click for all; on the keyboard the arrows, "
-        f"+, - and 0 do the same. Up to {MOST_RANKS} ranks are drawn. Times are of the hosts' clocks.</p>",
-        f'<div class=controls><label for="{name}-stretch">show</label><select id="{name}-stretch">{options}</select>'
-        f"{buttons}</div>",
-        f'<ul class=legend id="{name}-legend"></ul>',
-        chart,
-    )
-
-
 def _averages(runs: Sequence[Run]) -> Iterator[str]:
     parts = [
         f"<h3>{text(run.name)}</h3>\n"
@@ -240,58 +198,14 @@ def _input(runs: Sequence[Run]) -> Iterator[str]:
         yield _section("Fresh and echoed batches", *parts)
 
 
-def _ranks(folder: Contents, times: Sequence[RankTimes]) -> str:
-    """Return the section about single ranks: who is slow, who is waited for, and how much memory each had."""
-    fastest = min((one.micro_batch for one in times if one.micro_batch > 0), default=np.nan)
-    counts = folder.runs[0].micro_batches
-    headings = ("rank", "ms per micro-batch", "of the fastest", "micro-batches", "last to reduce", "most MB")
-    rows = [
-        [
-            str(one.rank),
-            formatted(1000 * one.micro_batch, "{:,.2f}"),
-            formatted(one.micro_batch / fastest, "{:.2f} ×"),
-            formatted(counts[one.rank] if one.rank < len(counts) else np.nan, "{:.2f}"),
-            formatted(100 * one.last, "{:.0f} %"),
-            formatted(one.memory[-1][1] / 1e6 if one.memory else np.nan, "{:,.0f}"),
-        ]
-        for one in times
-    ]
-    kinds = sorted({kind for one in times for kind in one.per_update}, key=ORDER.index)
-    per_kind = [
-        [kind, *(formatted(1000 * one.per_update.get(kind, 0.0), "{:,.2f}") for one in times)]
-        for kind in kinds
-    ]
-    by_kind = Table(
-        title="Milliseconds per update",
-        headings=("lane and kind", *(f"rank {one.rank}" for one in times)),
-        rows=per_kind,
-    )
-    return _section(
-        f"Ranks and stragglers: {folder.name}",
-        f"<p class=note>{_straggler(times, fastest)} Means over updates at even distances.</p>",
-        _table(Table(title="By rank", headings=headings, rows=rows)),
-        _table(by_kind),
-    )
-
-
-def _memory(folders: Sequence[Contents], with_trace: Sequence[Path]) -> Iterator[str]:
+def _memory(folders: Sequence[Contents]) -> Iterator[str]:
     parts = [
         f"<h3>{text(folder.name)}</h3>\n" + _chart(f"memory-{index}", "memory along the run", small=True)
         for index, folder in enumerate(folders)
-        if folder.runs[0].memory or folder.path in with_trace
+        if folder.runs[0].memory
     ]
     if parts:
         note = (
-            "The most that the process of a rank had resident until then, or that was allocated on its GPU; of a run "
-            "without a trace, that of rank 0."
+            "The most that the process of rank 0 had resident until then, or that was allocated on its GPU."
         )
         yield _section("Memory", f"<p class=note>{note}</p>", *parts)
-
-
-def _straggler(times: Sequence[RankTimes], fastest: float) -> str:
-    known = [one for one in times if one.micro_batch > 0]
-    if len(known) < 2:
-        return ""
-    slowest = max(known, key=lambda one: one.micro_batch)
-    ratio = slowest.micro_batch / fastest
-    return f"Rank {slowest.rank} is the slowest: its micro-batches take {ratio:.2f} times as long as the fastest."

@@ -103,7 +103,6 @@ def _priced(arm: Arm, machine: Machine, bucket_bytes: int, quota: int | Clock, m
         wire=arm.wire,
         changes=arm.settings.get("changes"),
         bucket_bytes=twin.bucket_bytes,
-        exchange=arm.settings.get("exchange", "auto"),
         ranks_per_node=twin.ranks_per_node or arm.settings.get("ranks_per_node"),
         allow_unused=True,
     )

@@ -1,14 +1,11 @@
 """Classification: images with their classes, the loss, and the share that is right."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stretto_lab.recipes.batches import Samples
 from stretto_lab.recipes.task import Loss, evaluating
 
 
@@ -22,31 +19,11 @@ class Images(NamedTuple):
     """int64, (images,)."""
 
 
-@dataclass(frozen=True, slots=True)
-class InOrder:
-    """Samples in their order, in batches, read anew by every iterator."""
-
-    samples: Samples[Images]
-    """What they are."""
-    size: int
-    """Images per batch; the last one may be smaller."""
-    limit: int
-    """How many images to read, the first ones."""
-
-    def __iter__(self) -> Iterator[Images]:
-        return map(self.samples.batch, torch.arange(min(self.limit, len(self.samples))).split(self.size))
-
-
 def class_loss(model: nn.Module, images: Images) -> Loss:
     """Return the mean cross-entropy per image, in nats, with weight 1."""
     logits = logits_of(model, images)
     value = functional.cross_entropy(logits.float(), images.classes.to(logits.device, non_blocking=True))
     return Loss(value, 1.0, len(images.classes))
-
-
-def image_loss(model: nn.Module, images: Images) -> Loss:
-    """Return `class_loss` with the number of images as its weight, for means over batches of several sizes."""
-    return class_loss(model, images)._replace(weight=float(len(images.classes)))
 
 
 def class_accuracy(model: nn.Module, batches: Iterable[Images]) -> float:

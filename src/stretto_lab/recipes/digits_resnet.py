@@ -38,7 +38,7 @@ class DigitsResNet:
     """Images per micro-batch; at least 2, because batch normalisation takes its statistics from them."""
 
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    """Which of the two below trains the model."""
+    """Which of the two trains the model."""
 
     lr: float | None = None
     """Learning rate after the warm-up; None takes 0.05 for sgd and 0.003 for adamw."""
@@ -51,9 +51,6 @@ class DigitsResNet:
 
     sgd: SGD = field(default_factory=SGD)
     """Options of sgd."""
-
-    adamw: AdamW = field(default_factory=AdamW)
-    """Options of adamw."""
 
     schedule: Schedule = field(default_factory=Schedule)
     """The learning rate over the updates."""
@@ -69,7 +66,7 @@ class DigitsResNet:
         train, heldout = load_digits(self.heldout_share, self.split_seed)
         model = ResNet(width=self.width, blocks=self.blocks, classes=CLASSES, seed=seed)
         lr = {"sgd": 0.05, "adamw": 0.003}[self.optimizer] if self.lr is None else self.lr
-        optimizer = (self.sgd if self.optimizer == "sgd" else self.adamw).build(model, lr)
+        optimizer = (self.sgd if self.optimizer == "sgd" else AdamW()).build(model, lr)
         return Task(
             model=model,
             optimizer=optimizer,

@@ -1,5 +1,6 @@
 """Language models of `transformers`, built from their configuration: nothing is downloaded."""
 
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -11,7 +12,6 @@ from stretto import errors
 from stretto_lab.recipes.task import extra
 
 Architecture = Literal["gpt2", "llama"]
-Size = Literal["0.1m", "0.2m", "0.5m", "1m", "2m", "5m", "10m", "20m", "50m", "100m"]
 
 
 class Shape(NamedTuple):
@@ -22,7 +22,7 @@ class Shape(NamedTuple):
     heads: int
 
 
-SHAPES: dict[Size, Shape] = {
+SHAPES: Mapping[str, Shape] = {
     # Within a tenth of their names with 256 tokens and a context of 128, for both architectures: a layer has
     # about 12 width**2 parameters, the embeddings (256 + 128) width.
     "0.1m": Shape(3, 48, 3),
@@ -36,6 +36,21 @@ SHAPES: dict[Size, Shape] = {
     "50m": Shape(8, 720, 10),
     "100m": Shape(12, 832, 13),
 }
+
+
+def shape_of(size: str) -> Shape:
+    """Return the dimensions of a name in `SHAPES`, or of LAYERSxWIDTHxHEADS.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if size in SHAPES:
+        return SHAPES[size]
+    if (found := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", size)) is None:
+        raise errors.ConfigError(
+            f"size must be one of {', '.join(SHAPES)}, or LAYERSxWIDTHxHEADS as 4x200x4, found {size!r}"
+        )
+    return Shape(*map(int, found.groups()))
 
 
 def causal_lm(

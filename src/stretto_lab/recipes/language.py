@@ -14,18 +14,11 @@ from stretto.disk import replace_folder
 from stretto.fields import check_at_least, check_fields
 from stretto_lab.recipes.blocks import Packed, Streams, blocks_of
 from stretto_lab.recipes.language_models import check_model, language_model, tokenizer_of, with_lora
-from stretto_lab.recipes.optimizers import (
-    Adafactor,
-    AdamW,
-    LanguageOptimizer,
-    Muon,
-    Schedule,
-    language_optimizer,
-)
+from stretto_lab.recipes.optimizers import AdamW, LanguageOptimizer, Schedule, language_optimizer
 from stretto_lab.recipes.rows import Heldout, Sides, Unit, check_column, read_sides
 from stretto_lab.recipes.stdlib_gpt import next_token_loss
 from stretto_lab.recipes.task import Task, extra, mean_loss
-from stretto_lab.recipes.text import BytePairs, FolderTokens, Snippet, Tokens, Window
+from stretto_lab.recipes.text import BytePairs, FolderTokens, Tokens, Window, sampled
 
 BYTES = 257
 """Tokens of a BPE that has learned nothing: the bytes, and the end of a document."""
@@ -61,21 +54,6 @@ class OwnTokens:
     def __post_init__(self) -> None:
         check_fields(self)
         check_at_least(self, vocabulary=BYTES)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lora:
-    """Adapters of LoRA, beside every linear layer but the last."""
-
-    alpha: float | None = None
-    """Factor on what the adapters add, times their rank; None takes twice the rank."""
-
-    dropout: float = 0.0
-    """Share of the adapters' inputs left out in training."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check_at_least(self, alpha=0, dropout=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,27 +104,18 @@ class Language:
     own_tokens: OwnTokens = field(default_factory=OwnTokens)
     """The tokenizer that is made where there is none."""
 
-    lora: Lora = field(default_factory=Lora)
-    """What else LoRA needs."""
-
     adamw: AdamW = field(default_factory=AdamW)
-    """Options of adamw."""
-
-    muon: Muon = field(default_factory=Muon)
-    """Options of muon."""
-
-    adafactor: Adafactor = field(default_factory=Adafactor)
-    """Options of adafactor."""
+    """Options of adamw, also where it stands beside muon."""
 
     schedule: Schedule = field(default_factory=Schedule)
     """The learning rate over the updates."""
 
-    sample: Snippet = field(default_factory=lambda: Snippet(prompt="The "))
-    """The text written at the end."""
+    sample: int = 200
+    """Most tokens of the text that the model writes at the end."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_at_least(self, length=2, batch=1, lora_rank=1, lr=0, readers=0)
+        check_at_least(self, length=2, batch=1, lora_rank=1, lr=0, readers=0, sample=0)
         if self.optimizer == "muon" and self.lora_rank is not None:
             raise errors.ConfigError(
                 f"optimizer=muon with lora_rank={self.lora_rank}: muon makes steps of whole matrices orthogonal, and "
@@ -184,15 +153,13 @@ class Language:
             seed=seed,
         )
         if self.lora_rank is not None:
-            alpha = 2.0 * self.lora_rank if self.lora.alpha is None else self.lora.alpha
-            model = with_lora(model, self.lora_rank, alpha, self.lora.dropout, seed)
-        optimizer = language_optimizer(self, model, usual_lr=0.0006)
+            model = with_lora(model, self.lora_rank, 2.0 * self.lora_rank, seed)
+        optimizer = language_optimizer(self.optimizer, model, self.lr, self.adamw, usual_lr=0.0006)
         batches = self._blocks(heldout, tokens)
         if not any(batch.predicted for batch in batches):
             raise errors.ConfigError(
                 f"the held-out side of {self.data} is empty: there is nothing to predict"
             )
-        loss = partial(next_token_loss, weigh="token")
         return Task(
             model=model,
             optimizer=optimizer,
@@ -206,9 +173,9 @@ class Language:
                 seed=seed,
                 workers=self.readers,
             ),
-            loss=loss,
-            evaluate=partial(mean_loss, batches=batches, loss=loss),
-            sample=partial(self.sample.write, tokens=tokens, context=self.length),
+            loss=next_token_loss,
+            evaluate=partial(mean_loss, batches=batches, loss=next_token_loss),
+            sample=partial(sampled, prompt="The ", length=self.sample, tokens=tokens, context=self.length),
             publish=partial(_publish, model, tokens),
         )
 

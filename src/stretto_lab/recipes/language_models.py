@@ -131,7 +131,7 @@ def _read(name: str, dtype: torch.dtype, seed: int) -> nn.Module:
     return in_dtype(model, dtype).train()
 
 
-def with_lora(model: nn.Module, rank: int, alpha: float, dropout: float, seed: int) -> nn.Module:
+def with_lora(model: nn.Module, rank: int, alpha: float, seed: int) -> nn.Module:
     """Return `model` with low-rank adapters beside every linear layer; they alone are trained.
 
     Source: Hu et al., 2021, arXiv:2106.09685. An adapter adds `alpha / rank * B A x` to the layer's output.
@@ -140,7 +140,6 @@ def with_lora(model: nn.Module, rank: int, alpha: float, dropout: float, seed: i
         model: Its own parameters are frozen.
         rank: Of the adapters.
         alpha: Factor on them, times the rank.
-        dropout: Share of their inputs that is left out.
         seed: Decides `A`; `B` begins with zeros.
 
     Raises:
@@ -151,7 +150,6 @@ def with_lora(model: nn.Module, rank: int, alpha: float, dropout: float, seed: i
     adapters = peft.LoraConfig(
         r=rank,
         lora_alpha=alpha,
-        lora_dropout=dropout,
         target_modules="all-linear",
         task_type="CAUSAL_LM",
         # GPT-2 stores its matrices the other way round.

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import nn
@@ -23,9 +23,6 @@ class AdamW:
     """Decay of the averages of gradient and square. 0.95 forgets early gradients sooner than the usual 0.999,
     as runs of a few thousand updates need."""
 
-    eps: float = 1e-8
-    """Added to the root of the averaged square."""
-
     weight_decay: float = 0.1
     """Decoupled decay per update, times the learning rate."""
 
@@ -36,7 +33,7 @@ class AdamW:
         check_fields(self)
         if not all(0 <= beta < 1 for beta in self.betas):
             raise errors.ConfigError(f"betas must be at least 0 and below 1, found {self.betas}")
-        check_at_least(self, eps=0, weight_decay=0)
+        check_at_least(self, weight_decay=0)
 
     def build(self, model: nn.Module, lr: float) -> torch.optim.AdamW:
         """Return the optimizer over `model`'s trainable parameters: a group of matrices, and one of vectors."""
@@ -53,7 +50,7 @@ class AdamW:
         ]
         # A checkpoint has a group's settings under its parameters' names: one without any would come back with others.
         groups = [group for group in groups if group["params"]]
-        return torch.optim.AdamW(groups, lr=lr, betas=self.betas, eps=self.eps, fused=True)
+        return torch.optim.AdamW(groups, lr=lr, betas=self.betas, fused=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,9 +59,6 @@ class SGD:
 
     momentum: float = 0.9
     """Decay of the velocity; 0 for none."""
-
-    nesterov: bool = False
-    """Look ahead along the velocity."""
 
     weight_decay: float = 5e-4
     """Decay added to the gradient, of all parameters."""
@@ -79,117 +73,59 @@ class SGD:
             _trainable(model),
             lr=lr,
             momentum=self.momentum,
-            nesterov=self.nesterov,
             weight_decay=self.weight_decay,
             fused=True,
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Muon:
-    """Muon for hidden matrices, beside AdamW for embeddings, output layer and vectors.
+def muon(model: nn.Module, lr: float, others: AdamW) -> Optimizer:
+    """Return Muon for hidden matrices and AdamW for embeddings, output layer and vectors, as one optimizer.
 
     Steps of Muon are scaled to the size that AdamW's have, so that both take one learning rate, and the decay that is
     usual with AdamW (Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982).
+
+    Args:
+        model: Tells its output layer by `get_output_embeddings`, if it has such a method.
+        lr: Learning rate of both.
+        others: Settings of AdamW.
+
+    Raises:
+        ConfigError: There is no hidden matrix.
     """
-
-    momentum: float = 0.95
-    """Decay of the velocity, as its author has it (K. Jordan, Muon: An optimizer for hidden layers)."""
-
-    nesterov: bool = True
-    """Look ahead along the velocity."""
-
-    weight_decay: float = 0.1
-    """Decoupled decay per update, times the learning rate, of hidden matrices."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check_at_least(self, momentum=0, weight_decay=0)
-
-    def build(self, model: nn.Module, lr: float, others: AdamW) -> Optimizer:
-        """Return both as one over `model`'s trainable parameters.
-
-        Args:
-            model: Tells its output layer by `get_output_embeddings`, if it has such a method.
-            lr: Learning rate of both.
-            others: Settings of AdamW.
-
-        Raises:
-            ConfigError: There is no hidden matrix.
-        """
-        output = getattr(model, "get_output_embeddings", lambda: None)()
-        outer = [module for module in model.modules() if isinstance(module, nn.Embedding) or module is output]
-        apart = {id(parameter) for module in outer for parameter in module.parameters()}
-        hidden: list[nn.Parameter] = []
-        rest: list[nn.Parameter] = []
-        for parameter in _trainable(model):
-            is_hidden = parameter.ndim == 2 and id(parameter) not in apart
-            (hidden if is_hidden else rest).append(parameter)
-        if not hidden:
-            raise errors.ConfigError("muon steps hidden matrices, and the model has none: expected adamw")
-        muon = torch.optim.Muon(
-            hidden,
-            lr=lr,
-            weight_decay=self.weight_decay,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-            adjust_lr_fn="match_rms_adamw",
-        )
-        return as_one([muon, others.over(rest, lr)])  # type: ignore[no-any-return]  # of two it makes one
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Adafactor:
-    """Adafactor, which keeps of a matrix's squared gradients the means of rows and columns alone.
-
-    Its learning rate is the largest step relative to a tensor's size (Shazeer & Stern, arXiv 1804.04235, as are the
-    defaults).
-    """
-
-    weight_decay: float = 0.0
-    """Decoupled decay per update, times the learning rate, of all parameters."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check_at_least(self, weight_decay=0)
-
-    def build(self, model: nn.Module, lr: float) -> torch.optim.Adafactor:
-        """Return the optimizer over `model`'s trainable parameters, in one group."""
-        return torch.optim.Adafactor(_trainable(model), lr=lr, weight_decay=self.weight_decay)
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    outer = [module for module in model.modules() if isinstance(module, nn.Embedding) or module is output]
+    apart = {id(parameter) for module in outer for parameter in module.parameters()}
+    hidden: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for parameter in _trainable(model):
+        is_hidden = parameter.ndim == 2 and id(parameter) not in apart
+        (hidden if is_hidden else rest).append(parameter)
+    if not hidden:
+        raise errors.ConfigError("muon steps hidden matrices, and the model has none: expected adamw")
+    of_matrices = torch.optim.Muon(hidden, lr=lr, adjust_lr_fn="match_rms_adamw")
+    return as_one([of_matrices, others.over(rest, lr)])  # type: ignore[no-any-return]  # of two it makes one
 
 
 LanguageOptimizer = Literal["adamw", "muon", "adafactor"]
 """What trains a language model."""
 
 
-class LanguageOptions(Protocol):
-    """What a recipe of language models says about its optimizer."""
-
-    @property
-    def optimizer(self) -> LanguageOptimizer: ...
-    @property
-    def lr(self) -> float | None: ...
-    @property
-    def adamw(self) -> AdamW: ...
-    @property
-    def muon(self) -> Muon: ...
-    @property
-    def adafactor(self) -> Adafactor: ...
-
-
-def language_optimizer(options: LanguageOptions, model: nn.Module, *, usual_lr: float) -> Optimizer:
-    """Return the optimizer that a recipe names; the options of the others are not used.
+def language_optimizer(
+    name: LanguageOptimizer, model: nn.Module, lr: float | None, adamw: AdamW, *, usual_lr: float
+) -> Optimizer:
+    """Return the optimizer that a recipe names.
 
     Args:
-        options: The recipe.
+        name: Which one.
         model: Whose trainable parameters are stepped.
-        usual_lr: Learning rate of AdamW, and of Muon beside it, where the recipe sets none; Adafactor takes 0.01.
+        lr: Learning rate; None takes the usual one.
+        adamw: Settings of AdamW, also beside Muon.
+        usual_lr: Of AdamW, and of Muon beside it; Adafactor takes 0.01 (Shazeer & Stern, arXiv 1804.04235).
     """
-    usual = 0.01 if options.optimizer == "adafactor" else usual_lr
-    lr = usual if options.lr is None else options.lr
-    if options.optimizer == "muon":
-        return options.muon.build(model, lr, options.adamw)
-    return (options.adamw if options.optimizer == "adamw" else options.adafactor).build(model, lr)
+    if name == "adafactor":
+        return torch.optim.Adafactor(_trainable(model), lr=0.01 if lr is None else lr)
+    rate = usual_lr if lr is None else lr
+    return muon(model, rate, adamw) if name == "muon" else adamw.build(model, rate)
 
 
 def _trainable(model: nn.Module) -> list[nn.Parameter]:

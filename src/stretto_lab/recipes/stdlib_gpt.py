@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
@@ -11,19 +11,10 @@ from torch.nn import functional
 from stretto.fields import check_at_least, check_fields
 from stretto_lab.recipes.batches import MicroBatches
 from stretto_lab.recipes.corpus import Text, read_corpus
-from stretto_lab.recipes.gpt import SHAPES, Architecture, Shape, Size, causal_lm
-from stretto_lab.recipes.optimizers import (
-    Adafactor,
-    AdamW,
-    LanguageOptimizer,
-    Muon,
-    Schedule,
-    language_optimizer,
-)
+from stretto_lab.recipes.gpt import causal_lm, shape_of
+from stretto_lab.recipes.optimizers import AdamW, LanguageOptimizer, Schedule, language_optimizer
 from stretto_lab.recipes.task import Loss, Task, mean_loss
-from stretto_lab.recipes.text import IGNORED, BytePairs, Bytes, Snippet, Tokens, Window, Windows
-
-Weigh = Literal["micro-batch", "token"]
+from stretto_lab.recipes.text import IGNORED, Bytes, Window, Windows, sampled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,21 +22,12 @@ class StdlibGPT:
     """A language model on the sources of Python's standard library; 2 million parameters, 8 x 128 bytes per
     micro-batch."""
 
-    architecture: Architecture = "gpt2"
-    """Model family; GPT-2 has learned positions, LayerNorm and GELU, Llama rotary positions, RMSNorm and SwiGLU."""
+    loss_unit: ClassVar[str] = "nats per byte"
+    """Of its losses."""
 
-    size: Size = "2m"
-    """Millions of parameters, if tokens are bytes. 2 million learn visibly within a minute on two
-    cores."""
-
-    layers: int | None = None
-    """Transformer blocks; None takes those of `size`."""
-
-    width: int | None = None
-    """Width of the residual stream; None takes that of `size`."""
-
-    heads: int | None = None
-    """Attention heads, a divisor of the width; None takes those of `size`."""
+    size: str = "2m"
+    """Millions of parameters: 0.1m, 0.2m, 0.5m, 1m, 2m, 5m, 10m, 20m, 50m or 100m; or LAYERSxWIDTHxHEADS, as 4x200x4.
+    2 million learn visibly within a minute on two cores."""
 
     context: int = 128
     """Tokens the model reads at once."""
@@ -54,14 +36,10 @@ class StdlibGPT:
     """Sequences per micro-batch."""
 
     optimizer: LanguageOptimizer = "adamw"
-    """Optimizer of the model; its own options are below."""
+    """Optimizer of the model."""
 
     lr: float | None = None
     """Learning rate after the warm-up; None takes 0.001 for adamw and muon, and 0.01 for adafactor."""
-
-    weigh: Weigh = "micro-batch"
-    """Weight of a micro-batch in the update; 1, or the number of tokens it predicts. No token is predicted across
-    the border of two documents, so this number varies a little."""
 
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of parameters and activations."""
@@ -70,52 +48,32 @@ class StdlibGPT:
     """Windows that an evaluation reads; each of `context` tokens, spread evenly over the held-out text."""
 
     data: Text = field(default_factory=Text)
-    """Where the text comes from, and what a token is."""
-
-    adamw: AdamW = field(default_factory=AdamW)
-    """Options of adamw."""
-
-    muon: Muon = field(default_factory=Muon)
-    """Options of muon."""
-
-    adafactor: Adafactor = field(default_factory=Adafactor)
-    """Options of adafactor."""
+    """The text."""
 
     schedule: Schedule = field(default_factory=Schedule)
     """The learning rate over the updates."""
 
-    sample: Snippet = field(default_factory=Snippet)
-    """The text written at the end."""
+    sample: int = 200
+    """Most tokens of the text that the model writes at the end."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_at_least(self, layers=1, width=1, heads=1, context=1, batch=1, lr=0, evaluation_windows=1)
-
-    @property
-    def loss_unit(self) -> str:
-        """Of the mean loss: what it is a mean over depends on the tokens."""
-        return "nats per byte" if self.data.tokens == "bytes" else "nats per token"
-
-    def shape(self) -> Shape:
-        """Return the dimensions of `size`, replaced by those that are set."""
-        preset = SHAPES[self.size]
-        return Shape(self.layers or preset.layers, self.width or preset.width, self.heads or preset.heads)
+        check_at_least(self, context=1, batch=1, lr=0, evaluation_windows=1, sample=0)
+        shape_of(self.size)
 
     def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
         """Build the task of one rank; arguments and errors are those of `TaskConfig.build`."""
-        corpus = read_corpus(self.data)
-        texts = list(corpus.train.values())
-        tokens: Tokens = Bytes() if self.data.tokens == "bytes" else BytePairs(texts, self.data.vocabulary)
+        corpus, tokens = read_corpus(self.data), Bytes()
         model = causal_lm(
-            self.architecture,
-            self.shape(),
+            "gpt2",
+            shape_of(self.size),
             vocabulary=tokens.vocabulary,
             context=self.context,
             dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype],
             seed=seed,
         )
-        optimizer = language_optimizer(self, model, usual_lr=0.001)
-        train = Windows(tokens.stream(texts), self.context)
+        optimizer = language_optimizer(self.optimizer, model, self.lr, AdamW(), usual_lr=0.001)
+        train = Windows(tokens.stream(corpus.train.values()), self.context)
         heldout = Windows(tokens.stream(corpus.heldout.values()), self.context)
         evaluated = heldout.spread(self.evaluation_windows).split(self.batch)
         return Task(
@@ -123,18 +81,18 @@ class StdlibGPT:
             optimizer=optimizer,
             scheduler=self.schedule.build(optimizer, updates),
             loader=MicroBatches(train, self.batch, rank=rank, world_size=world_size, seed=seed),
-            loss=partial(next_token_loss, weigh=self.weigh),
+            loss=lambda model, window: next_token_loss(model, window)._replace(weight=1.0),
             evaluate=partial(
                 mean_loss,
                 batches=[heldout.batch(indices) for indices in evaluated],
-                loss=partial(next_token_loss, weigh="token"),
+                loss=next_token_loss,
             ),
-            sample=partial(self.sample.write, tokens=tokens, context=self.context),
+            sample=partial(sampled, prompt="def ", length=self.sample, tokens=tokens, context=self.context),
         )
 
 
-def next_token_loss(model: nn.Module, window: Window, weigh: Weigh) -> Loss:
-    """Return the mean cross-entropy per predicted token, in nats; in float32, also for a bf16 model."""
+def next_token_loss(model: nn.Module, window: Window) -> Loss:
+    """Return the mean cross-entropy per predicted token, in nats and in float32, with their number as its weight."""
     device = next(model.parameters()).device
     logits = model(window.inputs.to(device, non_blocking=True)).logits
     targets = window.targets.to(device, non_blocking=True)
@@ -142,4 +100,4 @@ def next_token_loss(model: nn.Module, window: Window, weigh: Weigh) -> Loss:
         logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )
     value = total / max(1, window.predicted)  # a mean of nothing would be NaN, also with weight 0
-    return Loss(value, float(window.predicted) if weigh == "token" else 1.0, len(window.inputs))
+    return Loss(value, float(window.predicted), len(window.inputs))

@@ -1,7 +1,6 @@
 """Text as tokens, tokens as windows to learn from, and a text that a model writes."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -9,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from stretto import errors
-from stretto.fields import check_fields
 from stretto_lab.recipes.task import evaluating, extra
 
 END = 0
@@ -17,6 +15,8 @@ END = 0
 
 IGNORED = -100
 """Target that no loss is taken of."""
+TEMPERATURE = 0.7
+"""Divides the logits before a token of a sample is drawn."""
 
 
 class Tokens(Protocol):
@@ -77,7 +77,7 @@ class BytePairs:
     end = END
 
     def __init__(self, documents: Iterable[bytes], vocabulary: int) -> None:
-        tokenizers = extra("tokenizers", "a BPE trained on the spot (data.tokens bpe)")
+        tokenizers = extra("tokenizers", "a BPE trained on the spot")
         byte_level = tokenizers.pre_tokenizers.ByteLevel
         self._tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
         self._tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
@@ -214,57 +214,26 @@ class Windows:
         return torch.arange(count) * len(self) // count
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Snippet:
-    """How the sample at the end of a run is written."""
+def sampled(model: nn.Module, *, prompt: str, length: int, tokens: Tokens, context: int) -> str:
+    """Return a prompt as `model` continues it, without control characters; equal models write equal texts.
 
-    prompt: str = "def "
-    """What the text begins with; not empty."""
-
-    length: int = 200
-    """Most tokens to add; the end of the document ends it sooner."""
-
-    temperature: float = 0.7
-    """Divides the logits before a token is drawn; 0 always takes the likeliest token."""
-
-    seed: int = 0
-    """Of the draws: equal models write equal texts."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if not self.prompt:
-            raise errors.ConfigError("the prompt of the sample must not be empty: the model continues it")
-        if not 0 <= self.temperature < float("inf") or self.length < 0:
-            raise errors.ConfigError(
-                f"temperature and length of the sample must not be negative, found {self.temperature} and "
-                f"{self.length}"
-            )
-
-    def write(self, model: nn.Module, tokens: Tokens, context: int) -> str:
-        """Return the prompt as `model` continues it, without control characters.
-
-        Args:
-            model: Takes int64 tokens (1, at most `context`); its output has `logits`.
-            tokens: What its tokens mean.
-            context: How many of the last tokens it reads.
-        """
-        device = next(model.parameters()).device
-        generator = torch.Generator().manual_seed(self.seed)
-        written = tokens.encode(self.prompt.encode("utf-8"))
-        with evaluating(model):
-            for _ in range(self.length):
-                recent = torch.tensor([written[-context:]], device=device)
-                chosen = self._choose(model(recent).logits[0, -1].float().cpu(), generator)
-                if chosen == tokens.end:
-                    break
-                written.append(chosen)
-        # A model that has learned little writes bytes that a terminal would obey.
-        return "".join(
-            letter for letter in tokens.decode(written) if letter.isprintable() or letter in "\n\t"
-        )
-
-    def _choose(self, logits: Tensor, generator: torch.Generator) -> int:
-        if self.temperature == 0:
-            return int(logits.argmax())
-        shares = torch.softmax(logits / self.temperature, dim=0)
-        return int(torch.multinomial(shares, 1, generator=generator))
+    Args:
+        model: Takes int64 tokens (1, at most `context`); its output has `logits`.
+        prompt: What the text begins with.
+        length: Most tokens to add; the end of the document ends it sooner.
+        tokens: What its tokens mean.
+        context: How many of the last tokens it reads.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+    written = tokens.encode(prompt.encode("utf-8"))
+    with evaluating(model):
+        for _ in range(length):
+            recent = torch.tensor([written[-context:]], device=device)
+            shares = torch.softmax(model(recent).logits[0, -1].float().cpu() / TEMPERATURE, dim=0)
+            chosen = int(torch.multinomial(shares, 1, generator=generator))
+            if chosen == tokens.end:
+                break
+            written.append(chosen)
+    # A model that has learned little writes bytes that a terminal would obey.
+    return "".join(letter for letter in tokens.decode(written) if letter.isprintable() or letter in "\n\t")

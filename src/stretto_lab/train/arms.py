@@ -36,7 +36,7 @@ SETTINGS: Mapping[str, Any] = MappingProxyType(
     {
         **dict.fromkeys(("wire", "changes"), Wire),
         **dict.fromkeys(("micro_batches", "ranks_per_node", "bucket_bytes"), int),
-        **{"exchange": field_types(Options)["exchange"], "clock": Clock, "clip_norm": float, "lr": float},
+        **{"clock": Clock, "clip_norm": float, "lr": float},
         "noise": field_types(Options)["noise"],
     }
 )

@@ -128,8 +128,13 @@ class Paced:
         self._scheduler.load_state_dict(state)
 
 
-def budget_of(run: RunConfig[TaskT], world_size: int) -> Budget | None:
+def budget_of(run: RunConfig[TaskT], world_size: int, total: int | None = None) -> Budget | None:
     """Return the budget of a run on so many ranks; None where only time or loss end it.
+
+    Args:
+        run: What is trained.
+        world_size: How many ranks there are.
+        total: Micro-batches of all ranks together in an update, where these are given.
 
     Raises:
         ConfigError: Ranks could not agree on how much is spent.
@@ -138,14 +143,14 @@ def budget_of(run: RunConfig[TaskT], world_size: int) -> Budget | None:
     if samples is None:
         return None if updates is None else Budget(updates)
     batch = samples_of(run.task)
-    nominal = (run.total_micro_batches or world_size * run.micro_batches) * batch
+    nominal = (total or world_size * run.micro_batches) * batch
     arm = parse_arm(run.strategy)
     has_clock = run.clock is not None or "clock" in arm.settings
     if not has_clock and run.echo == "none":
         return Budget(samples, nominal)
     if not (arm.is_ours and ledger_of(arm.strategy()).local):
         return Budget(samples, nominal, lambda update: update.fresh_samples)
-    is_unequal = has_clock or run.survive or run.total_micro_batches is not None
+    is_unequal = has_clock or run.survive
     if is_unequal or isinstance(parse_plan(run.echo, 1), Ready | Auto) or run.nonfinite == "skip":
         raise ConfigError(
             f"{run.strategy} with a budget of samples: ranks that step alone do not hear how much the others load: "

@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from stretto.echo import Diagnosis, diagnose
 from stretto.groups import Link
 from stretto.machine import describe_environment
@@ -25,7 +23,7 @@ from stretto_lab.train.outcome import Outcome
 from stretto_lab.train.shards import placed
 from stretto_lab.train.slow_rank import slow_down
 from stretto_lab.train.state import slowed
-from stretto_lab.train.workers import RankInfo, choose_device, device_of, joined_group
+from stretto_lab.train.workers import RankInfo, choose_device, device_of, joined_group, set_threads
 
 RESULTS = "compare.json"
 
@@ -128,7 +126,7 @@ def diagnose_rank(info: RankInfo, job: DiagnoseConfig[TaskT]) -> Diagnosis:
     Raises:
         StrettoError: A setting, a step or a rank failed.
     """
-    torch.set_num_threads(job.threads)
+    set_threads()
     run = job.run_of(parse_arm(job.strategy))
     device = choose_device(run.device, info)
     with (

@@ -106,8 +106,6 @@ class Job(Training[TaskT]):
     shard: int = 1
     """Consecutive workers that hold one model together, cut by FSDP2; the strategy trains across such nodes. 1 lets
     every worker hold a whole model. See the page sharded."""
-    threads: int = 1
-    """Threads of each worker's tensor operations. Runs are reproducible to the bit for equal numbers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model lives; auto takes CUDA where every local worker finds a device of its own."""
     updates: int | None = None
@@ -131,7 +129,7 @@ class Job(Training[TaskT]):
             raise ConfigError(
                 f"slow={too_fast[0]}: a rank can only be made slower: expected a factor of at least 1"
             )
-        check_at_least(self, workers=1, shard=1, threads=1)
+        check_at_least(self, workers=1, shard=1)
         if self.seconds is not None and not self.seconds > 0:
             raise ConfigError(f"seconds must be positive, found {self.seconds}")
         if self.to_loss is not None and math.isnan(self.to_loss):
@@ -210,9 +208,6 @@ class RunConfig(Job[TaskT]):
     """auto, ddp, zero1, dpu, wp, acco, average, local, diloco, paft-sync or paft-dyn; what is set for it alone follows
     after colons, as in acco:first=1 or average:4:wire=int4.
     auto takes what `stretto plan` says."""
-    total_micro_batches: int | None = None
-    """Micro-batches of all ranks together in an update, dealt out in turn, instead of `micro_batches` of each; so that
-    the batch is the same on any number of ranks. With --survive it stays what it was at the beginning."""
     run_dir: str | None = None
     """Folder of the run, instead of a new one in runs/; configuration, records, TensorBoard events and
     checkpoints."""
@@ -232,53 +227,23 @@ class RunConfig(Job[TaskT]):
     """Continue the run in --run-dir, or begin it there; from its last good checkpoint. `stretto resume` repeats the
     other options too."""
     checkpoint_every: int | None = 50
-    """Updates between checkpoints; None for none."""
-    checkpoints_kept: int = 3
-    """Checkpoints that stay, the latest ones."""
-    async_save: bool = False
-    """Write checkpoints beside training, from a copy of what each rank writes; an error that ends the run within the
-    write costs this checkpoint. See the page checkpoints."""
-    local_checkpoints: str | None = None
-    """With `resume`: folder of each machine, as /dev/shm/my-run, in which its ranks also keep their states in memory, a
-    copy of each on another machine. Who is started again goes on from there, unless a checkpoint of the run is newer.
-    See the page survive."""
+    """Updates between checkpoints, of which the latest three stay; None for none."""
     tensorboard: bool = True
     """Write TensorBoard events."""
-    trace: bool = False
-    """Record what both lanes of every rank do and when; `stretto report` shows it. See the page report."""
 
     def __post_init__(self) -> None:
         Job.__post_init__(self)
-        check_at_least(self, total_micro_batches=1, checkpoint_every=1, checkpoints_kept=1, restarts=0)
-        if self.total_micro_batches is not None and self.clock is not None:
-            raise ConfigError(
-                f"total_micro_batches={self.total_micro_batches} with a clock, which decides how many there are: leave "
-                "out one of the two"
-            )
+        check_at_least(self, checkpoint_every=1, restarts=0)
         if self.strategy != AUTO:
             parse_arm(self.strategy)
         if self.resume and self.run_dir is None:
             raise ConfigError("resume needs the folder of the run to continue: set run_dir")
-        if self.local_checkpoints is not None and not self.resume:
+        of_ranks = {"faults": self.faults, "noise": self.noise is not None and self.noise.ranks is not None}
+        if self.survive and (asked := [name for name, names_ranks in of_ranks.items() if names_ranks]):
             raise ConfigError(
-                "local_checkpoints are what a run goes on from when it is started again: add resume"
+                f"survive does not go with {' and '.join(asked)}: ranks are named there, and those that go on are "
+                "numbered anew; leave out one of them"
             )
-        self._check_survive()
-
-    def _check_survive(self) -> None:
-        """Raise where something is asked for that cannot be had when ranks are lost."""
-        numbered = "names ranks, and those that go on are numbered anew"
-        unfit = {
-            "faults": numbered if self.faults else "",
-            "noise": numbered if self.noise is not None and self.noise.ranks is not None else "",
-            "async_save": "a rank that is lost leaves its part of the checkpoint unfinished, and the others do not "
-            "hear of it"
-            if self.async_save
-            else "",
-            "local_checkpoints": "states stay in the processes that live" if self.local_checkpoints else "",
-        }
-        if self.survive and (asked := [f"{name} ({why})" for name, why in unfit.items() if why]):
-            raise ConfigError(f"survive does not go with {', nor with '.join(asked)}: leave out one of them")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ from stretto_lab.faults import Application, FaultPlan, FaultyGroup, Injector, st
 from stretto_lab.patience import waiting
 from stretto_lab.peers import make_peer
 from stretto_lab.recipes import OverFiles
-from stretto_lab.train.arms import Arm, parse_arm, peer_of
+from stretto_lab.train.arms import parse_arm, peer_of
 from stretto_lab.train.budget import Budget, budget_of
 from stretto_lab.train.configuration import RunConfig, TaskT
 from stretto_lab.train.rates import strategy_of
@@ -87,6 +87,7 @@ def open_handle(
     group: ProcessGroup | None = None,
     budget: Budget | None = None,
     mesh: Any = None,
+    total: int | None = None,
 ) -> Handle:
     """Wrap a model as the run says; all ranks of `group`, or of the default group, must call.
 
@@ -98,6 +99,7 @@ def open_handle(
         group: Of all ranks; None is torch's default group.
         budget: Along which rates of averages change that name no steps.
         mesh: Of `train.shards.placed`, where the model is sharded inside nodes.
+        total: Micro-batches of all ranks together in an update, instead of `run.micro_batches` of each.
 
     Raises:
         ConfigError: Settings contradict each other, or do not fit the model or the optimizer.
@@ -115,8 +117,8 @@ def open_handle(
             **arm.options,
         )
     micro_batches: int | Total | Clock = run.micro_batches if run.clock is None else run.clock
-    if run.total_micro_batches is not None:
-        micro_batches = Total(run.total_micro_batches // run.shard)  # a node takes one from each of its ranks
+    if total is not None:
+        micro_batches = Total(total // run.shard)  # a node takes one from each of its ranks
     return DataParallel(
         model,
         optimizer,
@@ -155,8 +157,7 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
     if isinstance(run.task, OverFiles):
         with waiting("reading the data"):
             run.task.check()
-    arm, total = parse_arm(run.strategy), run.total_micro_batches
-    _check_total(total, arm, world_size, run.shard)
+    arm = parse_arm(run.strategy)
     if not arm.is_ours and (run.faults or (run.noise is not None and run.noise.averages)):
         what = "faults strike" if run.faults else "noise hits averages of"
         raise ConfigError(f"{arm.name}: {what} our own strategies only; leave out the one or the other")
@@ -167,41 +168,12 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
         )
     if arm.is_ours:
         model = nn.ParameterList([torch.zeros(1)])
-        # Noise may be on ranks that only the real group has, and patterns fit buffers that only the real model has;
-        # and of micro-batches some rank has the fewest.
-        nodes = world_size // run.shard
-        fewest = run.micro_batches if total is None else Total(total // run.shard).of(nodes - 1, nodes)
-        alone = dataclasses.replace(
-            run,
-            noise=None,
-            buffers=Options().buffers,
-            total_micro_batches=None,
-            micro_batches=fewest,
-        )
+        # Noise may be on ranks that only the real group has, and patterns fit buffers that only the real model has.
+        alone = dataclasses.replace(run, noise=None, buffers=Options().buffers)
         with waiting("checking the settings"):  # the first optimizer imports much of PyTorch
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
             budget = budget_of(run, world_size)
             open_handle(alone, model, optimizer, group=SoloGroup(), budget=budget).finish()
-
-
-def _check_total(total: int | None, arm: Arm, world_size: int, shard: int) -> None:
-    """Raise ConfigError where micro-batches of all ranks together cannot be dealt out."""
-    if total is None:
-        return
-    if not arm.is_ours:
-        raise ConfigError(
-            f"total_micro_batches with strategy={arm.text!r}: ranks of a stock method have equally many: expected "
-            "micro_batches, or strategies of the library"
-        )
-    if total < world_size:
-        raise ConfigError(
-            f"total_micro_batches={total}: expected at least one for each of {world_size} ranks"
-        )
-    if total % shard:
-        raise ConfigError(
-            f"total_micro_batches={total} with shard={shard}: expected a multiple of {shard}, because the ranks of a "
-            "node take equally many"
-        )
 
 
 def _check_ranks(run: RunConfig[TaskT], world_size: int) -> None:

@@ -171,7 +171,6 @@ class Loop:
             self.handle.micro_batch(loss_function, batch)
         for update in self.handle.finish():
             self._count(update)
-        self._saves.check()
         for incident, observer in itertools.product(self.handle.late_incidents, self._observers):
             observer.noticed(incident)
 
@@ -211,15 +210,10 @@ class Loop:
             budget = self.plan.budget
             self._saves.write(self.stopwatch.seconds, None if budget is None else budget.samples)
 
-    def end(self) -> None:
-        """The run is done, and all that it leaves is written."""
-        self._saves.end()
-
     def _committed(self, update: Update) -> None:
         """Do everything that happens between an update and the next micro-batch."""
         self.totals.arrived(update, self.stopwatch.seconds)
         self._count(update)
-        self._saves.check()
         if _is_due(update.step, self.plan.evaluate_every):
             self.evaluate()
         if _is_due(update.step, self.plan.checkpoint_every):

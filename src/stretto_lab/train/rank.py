@@ -22,7 +22,7 @@ from stretto.errors import LeftOut
 from stretto.groups import Link, ThrottledLeavable
 from stretto.groups.wire import Wire
 from stretto.machine import most_bytes, peak_resident_bytes
-from stretto.survive import LocalCheckpoints, Term, survives
+from stretto.survive import Term, survives
 from stretto.terminal import printable
 from stretto_lab.observe import (
     Header,
@@ -31,9 +31,7 @@ from stretto_lab.observe import (
     Recorder,
     StrikeRecorder,
     TensorBoard,
-    Trace,
     strikes_file,
-    trace_file,
 )
 from stretto_lab.patience import waiting
 from stretto_lab.recipes import MicroBatches, Task
@@ -54,6 +52,7 @@ from stretto_lab.train.workers import (
     choose_device,
     described_device,
     joined_group,
+    set_threads,
     store_of,
 )
 
@@ -72,12 +71,13 @@ class RankContext:
     """The group of all ranks; None is torch's default group."""
     now: Callable[[], float] = time.perf_counter
     """The clock of the training time, in seconds."""
-    epoch: float = dataclasses.field(default_factory=lambda: time.time() - time.perf_counter())
-    """Seconds from 1970 to the zero of that clock; 0 for a virtual one."""
     wait: Wait = time.sleep
     """Lets as many seconds of that clock pass."""
     term: Term | None = None
     """Of a job that survives the loss of ranks."""
+    total: int | None = None
+    """Micro-batches of all ranks together in an update of such a job, so that the batch stays as it is; None under a
+    clock."""
     losses: dict[int, float] | None = None
     """Held-out losses by update, where ranks share a process: all would compute the same of the same parameters."""
 
@@ -106,7 +106,7 @@ def train_rank(
     Raises:
         StrettoError: A setting, the training or a rank failed.
     """
-    torch.set_num_threads(run.threads)
+    set_threads()
     device = choose_device(run.device, info)
     context = RankContext(rank=info.rank, world_size=info.world_size, device=device)
     with (
@@ -120,15 +120,14 @@ def surviving_rank(
     info: RankInfo, run: RunConfig[TaskT], warmup_updates: int, shows_progress: bool
 ) -> Outcome | Left | None:
     """As `train_rank`, on workers of which some may be lost or come; None where it came when the others were done."""
-    torch.set_num_threads(run.threads)
+    set_threads()
     device = choose_device(run.device, info)
     wire = Wire(Link.parse(run.link))
-    total = run.total_micro_batches or run.micro_batches * info.world_size
-    lasting = run if run.clock is not None else dataclasses.replace(run, total_micro_batches=total)
+    total = run.micro_batches * info.world_size if run.clock is None else None
     # Before the process gives its name: in a term all wait for each other.
     is_told = shows_progress and info.rank == 0
     with waiting("reading data, building the model") if is_told else nullcontext():
-        whole = _built(lasting, info.rank, info.world_size)
+        whole = _built(run, info.rank, info.world_size, total)
         if run.shard == 1:
             whole.model.to(device)
     built = [whole]
@@ -137,12 +136,12 @@ def surviving_rank(
     def train(term: Term) -> Outcome:
         group = term.group if wire.link.is_free else ThrottledLeavable(term.group, wire)
         context = RankContext(
-            rank=term.rank, world_size=term.world_size, device=device, group=group, term=term
+            rank=term.rank, world_size=term.world_size, device=device, group=group, term=term, total=total
         )
         # Who is slow is a place, whatever number its rank has.
-        of_term = dataclasses.replace(lasting, slow={term.rank: run.slow.get(info.rank, 1.0)})
-        with _progress(context, info, lasting, shows_progress) as progress:
-            task = _placed_anew(built[0], of_term, term) if built else None
+        of_term = dataclasses.replace(run, slow={term.rank: run.slow.get(info.rank, 1.0)})
+        with _progress(context, info, run, shows_progress) as progress:
+            task = _placed_anew(built[0], of_term, term, total) if built else None
             if run.shard > 1:
                 built.clear()  # FSDP2 cuts a model once: every later term builds one of its own
             return train_at(context, of_term, warmup_updates, progress, task)
@@ -196,7 +195,7 @@ def train_at(
 
     A process that has built its task before it joined gives that.
     """
-    budget = budget_of(run, context.world_size)
+    budget = budget_of(run, context.world_size, context.total)
     task, mesh = _begun(context, run, progress, task)
     loader = loader_of(run, task.loader, context.rank, context.group, budget)
     task = dataclasses.replace(task, loader=loader)
@@ -204,15 +203,16 @@ def train_at(
     rehearsal = Rehearsal(run, context.rank)
     scheduler = task.scheduler if budget is None else budget.paces(task.scheduler)
     group = rehearsal.wrap(context.group)
-    with open_handle(run, task.model, task.optimizer, scheduler, group, budget, mesh) as handle:
+    with open_handle(
+        run, task.model, task.optimizer, scheduler, group, budget, mesh, context.total
+    ) as handle:
         rehearsal.begin(handle)
         slow_down(handle, run.slow, context.device, context.now, context.wait)
         _seed(run.seed, context.rank)
-        memory = context.term or _of_machine(run)
-        start = TrainState.restore(run, task, handle, memory)
+        start = TrainState.restore(run, task, handle, context.term, context.total)
         if budget is not None:
             budget.go_on(start.step or 0, start.samples)
-        saves = Saves(run, task, handle, totals, memory)
+        saves = Saves(run, task, handle, totals, context.term)
         if progress is not None:
             _show_start(progress, start, budget, saves)
         totals.evaluations.extend(start.evaluations)
@@ -262,7 +262,7 @@ def _begun(
     if progress is not None:
         follows = "" if task is not None else ": reading data, building the model"
         progress.doing(f"workers have started on {context.device}{follows}")
-    task = task or _built(run, context.rank, context.world_size)
+    task = task or _built(run, context.rank, context.world_size, context.total)
     mesh = placed(task, run, context.device, context.term)
     size = sum(parameter.numel() for parameter in task.model.parameters())
     if context.rank == 0 and run.run_dir is not None:
@@ -272,20 +272,16 @@ def _begun(
     return task, mesh
 
 
-def _built(run: RunConfig[TaskT], rank: int, world_size: int) -> Task:
-    budget = budget_of(run, world_size)
+def _built(run: RunConfig[TaskT], rank: int, world_size: int, total: int | None) -> Task:
+    budget = budget_of(run, world_size, total)
     return run.task.build(rank, world_size, run.seed, None if budget is None else budget.length)
 
 
-def _placed_anew(task: Task, run: RunConfig[TaskT], term: Term) -> Task:
+def _placed_anew(task: Task, run: RunConfig[TaskT], term: Term, total: int | None) -> Task:
     """Return a task that was built for any rank as the task of a member of a term."""
     if isinstance(task.loader, MicroBatches):
         return dataclasses.replace(task, loader=task.loader.at(term.rank, term.world_size))
-    return _built(run, term.rank, term.world_size)  # only it knows how to deal its data out
-
-
-def _of_machine(run: RunConfig[TaskT]) -> LocalCheckpoints | None:
-    return None if run.local_checkpoints is None else LocalCheckpoints(run.local_checkpoints)
+    return _built(run, term.rank, term.world_size, total)  # only it knows how to deal its data out
 
 
 def _begin_together(context: RankContext) -> None:
@@ -316,7 +312,6 @@ def _train(run: RunConfig[TaskT], loop: Loop, context: RankContext) -> Outcome:
         state = whole_state(loop.task.model, keeps=context.rank == 0)
         if context.rank == 0:
             _write_model(loop.task, state, Path(run.run_dir))
-        loop.end()
     return _outcome(run, loop, training_seconds, cpu_seconds, looks=not is_stopped)
 
 
@@ -408,7 +403,7 @@ def _observers(
     progress: Progress | None,
     rehearsal: Rehearsal,
 ) -> list[Observer]:
-    """Return who hears of the run on this rank: but for a trace and for strikes, nobody but on rank 0."""
+    """Return who hears of the run on this rank: but for strikes, nobody but on rank 0."""
     observers: list[Observer] = []
     peak_bytes = partial(most_bytes, context.device)
     with ExitStack() as opened:  # one whose file is damaged must not leave the others open
@@ -416,9 +411,6 @@ def _observers(
         def add(observer: Observer) -> None:
             observers.append(opened.enter_context(closing(observer)))
 
-        if run.trace and run.run_dir is not None:
-            path = trace_file(Path(run.run_dir), context.rank)
-            add(Trace(path, start.step, now=context.now, epoch=context.epoch, peak_bytes=peak_bytes))
         if run.faults and run.run_dir is not None:
             path = strikes_file(Path(run.run_dir), context.rank)
             add(StrikeRecorder(path, start.step, rehearsal.applications))

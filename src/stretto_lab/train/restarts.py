@@ -48,7 +48,7 @@ def train_on(ranks: Ranks, run: RunConfig[TaskT], log: Callable[[str], None]) ->
                 world_size=ranks.world_size,
                 left_out=left_out or (),
                 goes_on_with=None if going_on is None else going_on.workers,
-                begins_at="memory" if run.local_checkpoints else None if latest is None else latest.name,
+                begins_at=None if latest is None else latest.name,
             )
         if left_out is None or remaining is None or going_on is None:
             raise
@@ -98,8 +98,6 @@ def _in_words(
 ) -> str:
     latest = checkpoint.latest(checkpoints_of(run))
     begin = "from the beginning, for want of a checkpoint" if latest is None else f"from {latest.name}"
-    if run.local_checkpoints is not None:
-        begin = f"from what its machines remember, or {begin}"
     without = f" without rank {', '.join(map(str, left_out))}" if left_out else ", with the same ranks"
     workers = f"{going_on.workers} of {before} workers"
     if going_on.ranks_per_node != run.ranks_per_node:

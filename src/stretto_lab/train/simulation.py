@@ -6,8 +6,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from stretto.disk import replace_file
 from stretto.errors import ConfigError
 from stretto.fields import check_at_least
@@ -21,7 +19,7 @@ from stretto_lab.train.launch import STEADY_AFTER
 from stretto_lab.train.outcome import Outcome, prepare_run_folder
 from stretto_lab.train.rank import RankContext, train_at
 from stretto_lab.train.slow_loader import SlowStore
-from stretto_lab.train.workers import device_of
+from stretto_lab.train.workers import device_of, set_threads
 from stretto_lab.virtual import Compute, Results, VirtualCluster, VirtualGroup, parse_network
 
 TRACE = "trace.jsonl"
@@ -69,9 +67,6 @@ class SimulateConfig(Training[TaskT]):
     """Updates between evaluations of the held-out loss, beside those before and after the run."""
     run_dir: str | None = None
     """Folder for config, records, trace and model; None writes no files."""
-    trace: bool = False
-    """Also record what both lanes of every rank do, in the form of `stretto train`; `stretto report` shows it. See
-    the page report."""
 
     def __post_init__(self) -> None:
         Training.__post_init__(self)
@@ -94,8 +89,6 @@ class SimulateConfig(Training[TaskT]):
                 f"slow loader {self.slow_loader!r}: what decoding takes of a core is not modelled: expected one that "
                 "waits, as 30,jitter=0.5"
             )
-        if self.trace and self.run_dir is None:
-            raise ConfigError("trace needs a folder to write to: set run_dir")
         self.cluster()  # refuses a network and costs that cannot be
 
     @property
@@ -110,7 +103,6 @@ class SimulateConfig(Training[TaskT]):
             strategy=self.strategy,
             faults=self.faults,
             run_dir=self.run_dir,
-            trace=self.trace,
             workers=self.ranks,
             device=self.device,
             checkpoint_every=None,
@@ -143,7 +135,7 @@ def simulate(simulation: SimulateConfig[TaskT], *, shows_progress: bool = False)
     check_run(run, cluster.world_size)
     device = device_of(simulation.device, 0, 1)  # all ranks share it
     prepare_run_folder(run, device=device)
-    torch.set_num_threads(run.threads)
+    set_threads()
     title = f"{simulation.strategy} on {simulation.ranks} virtual ranks, network {simulation.network}"
     header = Header(
         title=title,
@@ -163,7 +155,6 @@ def simulate(simulation: SimulateConfig[TaskT], *, shows_progress: bool = False)
             device=device,
             group=group,
             now=lambda: group.now_ns / 1e9,
-            epoch=0.0,
             losses=losses,
         )
         return train_at(context, run, STEADY_AFTER, progress if rank == 0 else None)

@@ -14,7 +14,7 @@ from stretto.echo.text import parse_plan
 from stretto.errors import TornCheckpoint
 from stretto.parallel import DataParallel
 from stretto.records import Incident
-from stretto.survive import LocalCheckpoints, Term
+from stretto.survive import Term
 from stretto_lab.recipes import ResumableLoader, Task, reshard
 from stretto_lab.recipes.task import Batch
 from stretto_lab.train.budget import Budget
@@ -24,6 +24,9 @@ from stretto_lab.train.outcome import Evaluation, Totals
 from stretto_lab.train.processes import Stops
 from stretto_lab.train.slow_loader import SlowLoader, SlowStore
 from stretto_lab.virtual import VirtualGroup, VirtualStore
+
+KEPT = 3
+"""Checkpoints of a run that stay, the latest ones."""
 
 
 def loader_of(
@@ -111,11 +114,10 @@ class TrainState:
             checkpoints_of(run),
             loader=task.loader,
             extra=self._extra(),
-            keep=run.checkpoints_kept,
-            async_save=run.async_save,
+            keep=KEPT,
         )
 
-    def keep(self, memory: Term | LocalCheckpoints, task: Task, parallel: Handle) -> None:
+    def keep(self, memory: Term, task: Task, parallel: Handle) -> None:
         """Keep it in memory, if it is time to; all ranks must call, right after an update."""
         memory.keep(_savable(parallel), loader=task.loader, extra=self._extra)
 
@@ -126,31 +128,33 @@ class TrainState:
 
     @classmethod
     def restore(
-        cls,
-        run: RunConfig[TaskT],
-        task: Task,
-        parallel: Handle,
-        memory: Term | LocalCheckpoints | None = None,
+        cls, run: RunConfig[TaskT], task: Task, parallel: Handle, memory: Term | None, total: int | None
     ) -> Self:
         """Load what ranks have in memory, or the last sound checkpoint, if there is one; all ranks must call.
+
+        Args:
+            run: What is trained.
+            task: Its model and loader.
+            parallel: Its job.
+            memory: Of a job that survives the loss of ranks.
+            total: Micro-batches of all ranks together in an update, where ranks may have unequally many.
 
         Raises:
             TornCheckpoint: There are checkpoints, and all of them are damaged; or no state in memory is whole.
         """
         if memory is None:
-            return cls._from_files(run, task, parallel)
+            return cls._from_files(run, task, parallel, total)
         begun: list[Self] = []
         restored = memory.go_on(
             _savable(parallel),
             loader=task.loader,
             extra=lambda: begun[0]._extra(),
-            begin=lambda: begun.append(cls._from_files(run, task, parallel)),
-            **({} if isinstance(memory, Term) else {"at_least": _newest_step(run)}),
+            begin=lambda: begun.append(cls._from_files(run, task, parallel, total)),
         )
-        return begun[0] if restored is None else cls._of(restored, run, task, parallel, ())
+        return begun[0] if restored is None else cls._of(restored, task, parallel, (), total)
 
     @classmethod
-    def _from_files(cls, run: RunConfig[TaskT], task: Task, parallel: Handle) -> Self:
+    def _from_files(cls, run: RunConfig[TaskT], task: Task, parallel: Handle, total: int | None) -> Self:
         paths = checkpoint.newest_first(checkpoints_of(run)) if run.resume else []
         if not paths:
             return cls(notes=("no checkpoint yet: the run begins at its beginning",) if run.resume else ())
@@ -166,21 +170,20 @@ class TrainState:
             )
             for path in paths[: paths.index(sound)]
         )
-        return cls._of(restored, run, task, parallel, incidents)
+        return cls._of(restored, task, parallel, incidents, total)
 
     @classmethod
     def _of(
         cls,
         restored: checkpoint.Restored,
-        run: RunConfig[TaskT],
         task: Task,
         parallel: Handle,
         incidents: tuple[Incident, ...],
+        total: int | None,
     ) -> Self:
         if len(restored.loader_states) != parallel.world_size:
             states = restored.loader_states
-            update = run.total_micro_batches
-            task.loader.load_state_dict(reshard_loader(states, parallel.rank, parallel.world_size, update))
+            task.loader.load_state_dict(reshard_loader(states, parallel.rank, parallel.world_size, total))
         extra: dict[str, Any] = dict(restored.extra)
         evaluations = tuple(Evaluation(**one) for one in extra.pop("evaluations"))
         found = {"evaluations": evaluations, "incidents": incidents, "notes": restored.notes}
@@ -214,7 +217,7 @@ class Saves(Generic[TaskT]):
         task: Task,
         parallel: Handle,
         totals: Totals,
-        memory: Term | LocalCheckpoints | None = None,
+        memory: Term | None,
     ) -> None:
         self._run, self._task, self._parallel, self._memory = run, task, parallel, memory
         self._totals = totals
@@ -232,20 +235,12 @@ class Saves(Generic[TaskT]):
 
     def write(self, training_seconds: float, samples: int | None) -> None:
         """Write a checkpoint; all ranks must call, right after an update or at the end."""
-        if self._run.async_save:
-            checkpoint.wait(_savable(self._parallel))
         self._now(training_seconds, samples).save(self._run, self._task, self._parallel)
-        self.check()
 
     def keep(self, training_seconds: float, samples: int | None) -> None:
         """Keep the state in memory, where the run does that; all ranks must call, right after an update."""
         if self._memory is not None:
             self._now(training_seconds, samples).keep(self._memory, self._task, self._parallel)
-
-    def end(self) -> None:
-        """The run is done: nothing has to outlive this process in its machine's memory."""
-        if isinstance(self._memory, LocalCheckpoints):
-            self._memory.remove()
 
     def _now(self, training_seconds: float, samples: int | None) -> TrainState:
         return TrainState(
@@ -255,21 +250,10 @@ class Saves(Generic[TaskT]):
             evaluations=tuple(self._totals.evaluations),
         )
 
-    def check(self) -> None:
-        """Raise what an earlier save has failed with by now; all ranks must call, after an update or at the end."""
-        if self._run.async_save:
-            checkpoint.check(_savable(self._parallel))
-
 
 def checkpoints_of(run: RunConfig[TaskT]) -> Path:
     """Return the folder of a run's checkpoints."""
     return Path(str(run.run_dir), "checkpoints")
-
-
-def _newest_step(run: RunConfig[TaskT]) -> int:
-    """Return after how many updates the newest checkpoint on the disk was taken; 0 where there is none."""
-    paths = checkpoint.newest_first(checkpoints_of(run))
-    return checkpoint.step_of(paths[0]) if paths else 0
 
 
 def _savable(parallel: Handle) -> DataParallel:
