@@ -3,8 +3,6 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from stretto_lab.recipes.gpt import Size
-
 UPDATES, POINTS, WARM_UP = 1500, 15, 100
 MICRO_BATCHES = 2
 CLIP_NORM = 1.0
@@ -75,7 +73,7 @@ SAME_WIRE = {"acco": SYNCHRONOUS, "acco:wire=int4": "zero1:wire=int4"}
 class Setting:
     """A model on some ranks, and the arms that train it."""
 
-    size: Size
+    size: str
     ranks: int
     batch: int
     """Windows of 64 bytes per micro-batch."""

@@ -2,6 +2,9 @@
 
 import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +16,8 @@ from stretto.strategies import STRATEGIES
 from stretto_lab.cli import main
 from stretto_lab.cli.commands import CONFIGURE
 from stretto_lab.cli.help import COMMANDS
-from stretto_lab.cli.options import options_of
+from stretto_lab.cli.options import options_of, shown
+from stretto_lab.cli.written import Sources
 from stretto_lab.peers import PEERS
 from stretto_lab.recipes import RECIPES, recipe
 from stretto_lab.train.arms import AUTO
@@ -80,6 +84,44 @@ def test_help_without_a_recipe_lists_the_recipes_and_that_of_a_recipe_its_option
     assert all(f"\n  {name} " in shown for name in (*RECIPES, "FILE.py:FUNCTION"))
     assert "--task." not in shown
     assert "--task.width" in help_of(f"{command} digits-resnet --help", capsys)
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "resume"])
+@pytest.mark.parametrize("named", RECIPES)
+def test_help_tells_the_options_and_defaults_that_a_command_has(command: str, named: str) -> None:
+    written = [*Sources().options(COMMANDS[command].record)]
+    if command in TAKE_RECIPE:
+        written += Sources().options(Sources().recipes()[named], "--task.")
+    found = {one.name: (one.default, not one.metavar) for one in written}
+    options = options_of(CONFIGURE[command](recipe(named)))
+    assert found == {one.name: (shown(one.default), one.is_switch) for one in options}
+
+
+def test_help_and_lists_need_no_pytorch(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import torch\n\ndef sine(rank, world_size, seed, updates, *, hidden: int = 32):\n"
+        '    """Fits.\n\n    Args:\n        hidden: Neurons.\n    """\n'
+    )
+    program = """
+import sys
+
+class NoTorch:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == "torch":
+            raise ImportError("torch is blocked")
+
+sys.meta_path.insert(0, NoTorch())
+from stretto_lab.cli import main
+print([main(words.split()) for words in sys.argv[1:]])
+"""
+    asked = ["", "--help", "--version", "own.py", *(f"{one} --help-all" for one in ASKED)]
+    asked += ["train own.py:sine --help-all", "estimate"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *asked], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (done.returncode, done.stderr.count("torch")) == (0, 0), done.stderr
+    assert done.stdout.splitlines()[-1] == str([2, 0, 0, 2] + [0] * (len(asked) - 4))
+    assert "--task.hidden INT         Neurons. [32]" in done.stdout
 
 
 def test_on_a_terminal_a_message_is_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:

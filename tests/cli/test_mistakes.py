@@ -1,7 +1,6 @@
 """What cannot be is said in one line, with exit code 2, before any worker starts."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -161,14 +160,6 @@ def test_a_folder_from_somebody_else_has_no_code_of_its_own_run(
     assert line.startswith(f"stretto: run/config.json names the recipe {place}, whose code would run, and ")
     assert line.endswith(f"name it: stretto resume run {place}")
     assert not Path("it-has-run").exists()
-
-
-def test_a_missing_package_is_an_install_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "docstring_parser", None)
-    assert main(["train", "--help"]) == 2
-    assert "pip install 'stretto[cli]'" in capsys.readouterr().err
 
 
 def test_a_launcher_with_half_its_variables_is_told_which_are_missing(

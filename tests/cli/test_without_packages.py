@@ -7,7 +7,7 @@ import pytest
 
 HIDDEN = """
 import sys
-for package in ("docstring_parser", "plotly", "rich", "tensorboard"):
+for package in ("plotly", "tensorboard"):
     sys.modules[package] = None
 from stretto_lab.cli import main
 sys.exit(main(sys.argv[1:]))
@@ -18,18 +18,8 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", HIDDEN, *words], capture_output=True, text=True)
 
 
-@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("words", ["--help", "--version", "simulate digits-resnet --updates 1"])
 def test_the_rest_works(words: str) -> None:
     done = command(*words.split())
     assert done.returncode == 0, done.stderr
     assert done.stdout
-
-
-@pytest.mark.long
-def test_the_help_of_a_command_says_what_to_install() -> None:
-    done = command("train", "--help")
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == [
-        "stretto: the help needs docstring_parser: pip install 'stretto[cli]'"
-    ]

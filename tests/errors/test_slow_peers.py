@@ -135,7 +135,7 @@ def planned(rank: int) -> Machine:
     if rank == 1:
         task = dataclasses.replace(task, loader=LateLoader(task.loader))
     ranks = Ranks(torch.device("cpu"), Options())
-    with Stages("plan", is_shown=False) as stages, ranks.together():
+    with Stages(is_shown=False) as stages, ranks.together():
         return measure_task(ranks, task, 2, 1, stages)
 
 

@@ -13,10 +13,8 @@ from website.promises import MODULES
 EXTRAS = (
     "accelerate",
     "datasets",
-    "docstring_parser",
     "lightning",
     "plotly",
-    "rich",
     "sklearn",
     "tensorboard",
     "tokenizers",

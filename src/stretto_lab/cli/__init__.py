@@ -1,21 +1,19 @@
 """The command line: `stretto COMMAND ...`.
 
-Nothing here or in `help` imports PyTorch, which takes seconds: the first line, the version and the overview come
-before.
+Nothing here or in `help` imports PyTorch, which takes seconds: the first line, the version and all help come before.
 """
 
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from importlib import metadata
 
 from stretto.errors import ConfigError, CorruptionError, OutputClosed, StrettoError, WorkerFailed
 from stretto.fields import unknown_name
 from stretto.terminal import is_unread, print_to_nobody, printable
 from stretto_lab.cli.estimate import print_estimate
-from stretto_lab.cli.help import COMMANDS, HELP, HELP_ALL, overview, plain_help
-from stretto_lab.estimate import EstimateConfig
+from stretto_lab.cli.help import COMMANDS, HELP, HELP_ALL, command_help, overview
 from stretto_lab.interrupts import INTERRUPTED, interrupts_end
 from stretto_lab.patience import fold, waiting
 
@@ -62,26 +60,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(name: str, words: Sequence[str]) -> int:
     if name not in COMMANDS:
         raise unknown_name("no command is called", name, COMMANDS)
-    asks_help = not {*HELP, HELP_ALL}.isdisjoint(words)
-    if name == "estimate":  # which needs no PyTorch
-        if asks_help:
-            print(plain_help(name, EstimateConfig(), whole=HELP_ALL in words), end="")
-        else:
-            print_estimate(words)
-        return 0
     with _told_by_one_rank():
-        # Of help, only the help itself goes to the standard output.
-        told = sys.stderr if asks_help else sys.stdout
-        is_told = not asks_help or told.isatty()
-        if "torch" not in sys.modules and is_told:
-            print("loading PyTorch", file=told, flush=True)
-        with interrupts_end(), waiting("loading PyTorch", told) if is_told else nullcontext():
-            from stretto_lab.cli.commands import help_of, run_command
+        if not {*HELP, HELP_ALL}.isdisjoint(words):
+            named = words[0] if not words[0].startswith("-") else None
+            text = command_help(name, named, whole=HELP_ALL in words)
+            if text is None:  # the error says which there are
+                from stretto_lab.recipes import recipe
 
-        if asks_help:
-            print(help_of(name, words), end="")
+                recipe(str(named))
+            print(text or "", end="")
             return 0
-        from stretto_lab.train.processes import stops_exit
+        if name == "estimate":  # which needs no PyTorch
+            print_estimate(words)
+            return 0
+        # Beside the output where somebody looks on; in a file or a pipe among the lines of the run.
+        told = sys.stderr if _is_first() and sys.stderr.isatty() else sys.stdout
+        if "torch" not in sys.modules:
+            print("loading PyTorch", file=told, flush=True)
+        with interrupts_end(), waiting("loading PyTorch", told):
+            from stretto_lab.cli.commands import run_command
+            from stretto_lab.train.processes import stops_exit
 
         with stops_exit():
             return run_command(name, words)
@@ -90,12 +88,15 @@ def _run(name: str, words: Sequence[str]) -> int:
 @contextmanager
 def _told_by_one_rank() -> Iterator[None]:
     """Let the first of the ranks that a launcher has started print what it does; errors are each rank's own."""
-    rank = os.environ.get("RANK" if "WORLD_SIZE" in os.environ else "SLURM_PROCID")
-    if rank in (None, "0"):
+    if _is_first():
         yield
         return
     with open(os.devnull, "w") as nobody, redirect_stdout(nobody):
         yield
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK" if "WORLD_SIZE" in os.environ else "SLURM_PROCID") in (None, "0")
 
 
 def _version() -> str:

@@ -1,7 +1,6 @@
 """The commands of `stretto`: each takes the words after its name, does its work, and prints what came of it."""
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -18,12 +17,10 @@ from stretto_lab.cli.auto import (
 )
 from stretto_lab.cli.environment import find_ranks, is_joined
 from stretto_lab.cli.estimate import print_estimate
-from stretto_lab.cli.help import COMMANDS, HELP_ALL, command_help, first_clause
 from stretto_lab.cli.options import (
     TASK,
     going_on,
     named_as_options,
-    options_of,
     parse_alone,
     parse_options,
 )
@@ -39,7 +36,7 @@ from stretto_lab.observe import print_comparison
 from stretto_lab.page import PAGE, ReportConfig, page_of, report
 from stretto_lab.patience import fold, waiting
 from stretto_lab.plan import PlanConfig
-from stretto_lab.recipes import RECIPES, OverFiles, TaskConfig, recipe
+from stretto_lab.recipes import OverFiles, TaskConfig
 from stretto_lab.train.arms import AUTO, parse_arm
 from stretto_lab.train.comparison import compare, diagnose_rank
 from stretto_lab.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
@@ -82,22 +79,6 @@ def run_command(name: str, words: Sequence[str]) -> int:
         "meet": lambda words: meet(parse_alone("meet", words, MeetConfig()), _print_line),
     }
     return commands[name](words) or 0
-
-
-def help_of(name: str, words: Sequence[str]) -> str:
-    """Return the help that `words` ask for."""
-    takes_recipe = "RECIPE" in COMMANDS[name].takes
-    named = words[0] if takes_recipe and not words[0].startswith("-") else None
-    config = CONFIGURE[name](recipe(named or "stdlib-gpt"))
-    return command_help(name, _described_recipes(), list(options_of(config)), named, whole=HELP_ALL in words)
-
-
-def _described_recipes() -> dict[str, str]:
-    described = {}
-    for name, make in RECIPES.items():
-        text = first_clause(inspect.getdoc(type(make())) or "")
-        described[name] = text[:1].lower() + text[1:]
-    return {**described, "FILE.py:FUNCTION": "your own, or MODULE:FUNCTION of a package (the page recipes)"}
 
 
 def train_command(words: Sequence[str]) -> None:

@@ -4,13 +4,10 @@ import dataclasses
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
-from stretto.fields import field_types
+from stretto_lab.cli.written import Sources, Written
 from stretto_lab.patience import COLUMNS
-
-if TYPE_CHECKING:  # the overview is printed before what the options are made of is there
-    from stretto_lab.cli.options import Option
 
 _LEFT = 24
 """Width of the column of options."""
@@ -28,6 +25,8 @@ class Command:
     """What it does, for one line."""
     takes: Takes
     """The word that comes before the options."""
+    record: str
+    """The class whose fields are its options."""
     basic: Sequence[str]
     """Options that most people need, in the order of the help."""
 
@@ -37,6 +36,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "train": Command(
             summary="train a recipe on local workers, or as a rank of torchrun",
             takes="RECIPE",
+            record="RunConfig",
             basic=(
                 "strategy", "workers", "updates", "to-loss", "micro-batches", "wire", "link", "echo",
                 "guards", "run-dir", "resume",
@@ -45,11 +45,13 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "resume": Command(
             summary="go on with a run of train, from its last good checkpoint",
             takes="FOLDER",
+            record="RunConfig",
             basic=("updates", "seconds", "to-loss", "workers", "link"),
         ),
         "compare": Command(
             summary="run strategies in turns on the same link",
             takes="RECIPE",
+            record="CompareConfig",
             basic=(
                 "strategies", "workers", "updates", "to-loss", "repeats", "learning-rates", "micro-batches", "link",
                 "seed", "out",
@@ -58,6 +60,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "simulate": Command(
             summary="train a recipe on a virtual cluster of many ranks",
             takes="RECIPE",
+            record="SimulateConfig",
             basic=(
                 "ranks", "network", "strategy", "updates", "micro-batches", "micro-batch-ms", "slow", "jitter",
                 "seed", "run-dir",
@@ -66,26 +69,31 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "report": Command(
             summary="make a page that shows runs: loss, time, both lanes, damage",
             takes="FOLDER...",
+            record="ReportConfig",
             basic=("out",),
         ),
         "diagnose": Command(
             summary="measure whether a recipe waits for its data",
             takes="RECIPE",
+            record="DiagnoseConfig",
             basic=("workers", "strategy", "batches", "micro-batches", "link", "slow-loader"),
         ),
         "plan": Command(
             summary="measure a recipe, and say which strategy and wire to use",
             takes="RECIPE",
+            record="PlanConfig",
             basic=("workers", "ranks", "network", "allow-loss", "micro-batches", "link", "batches", "seed"),
         ),
         "estimate": Command(
             summary="say at once what an exchange would cost, from a few figures",
             takes="",
+            record="EstimateConfig",
             basic=("parameters", "update-seconds", "ranks", "network", "micro-batches", "allow-loss"),
         ),
         "meet": Command(
             summary="host the store of jobs that survive the loss of ranks",
             takes="",
+            record="MeetConfig",
             basic=("host", "port"),
         ),
     }
@@ -112,27 +120,31 @@ def overview() -> str:
     )
 
 
-def command_help(
-    name: str, recipes: Mapping[str, str], options: Iterable["Option"], recipe: str | None, *, whole: bool
-) -> str:
-    """Return the help of a command.
+def command_help(name: str, named: str | None, *, whole: bool) -> str | None:
+    """Return the help of a command, which is made of the sources of its options; None where no recipe is called so.
 
     Args:
         name: Of the command.
-        recipes: What each recipe is, by name.
-        options: All options of the command, and of a recipe.
-        recipe: The one that the user named; without it the options of recipes are left out.
+        named: The recipe that the user named; without it the options of recipes are left out.
         whole: Whether all options are explained, or only those that most people need, in their first clause.
     """
+    sources = Sources()
+    recipes = sources.recipes()
+    recipe = named if "RECIPE" in COMMANDS[name].takes else None
+    kind = None if recipe is None else recipes.get(recipe) or sources.find_own(recipe)
+    if recipe is not None and kind is None:
+        return None
     command = COMMANDS[name]
     takes = recipe if recipe is not None and "RECIPE" in command.takes else command.takes
     usage = " ".join(word for word in ("usage: stretto", name, takes, "[OPTIONS]") if word)
     lines = [usage, "", f"{command.summary[0].upper()}{command.summary[1:]}."]
     if recipe is None and "RECIPE" in command.takes:
         lines += ["", f"recipes (`stretto {name} RECIPE --help` adds the options of one):"]
-        lines += [line for key, text in recipes.items() for line in _row(key, text, 16)]
-    own = [option for option in options if not option.name.startswith("--task.")]
-    tasks = [option for option in options if option.name.startswith("--task.")]
+        texts = {key: first_clause(sources.summary(one)) for key, one in recipes.items()}
+        texts["FILE.py:FUNCTION"] = "your own, or MODULE:FUNCTION of a package (the page recipes)"
+        lines += [line for key, text in texts.items() for line in _row(key, text[:1].lower() + text[1:], 16)]
+    own = [*sources.options(command.record)]
+    tasks = [] if kind is None else [*sources.options(kind, "--task.")]
     if whole:
         shown, of_recipe = own, tasks
     else:
@@ -154,37 +166,17 @@ def command_help(
     return "\n".join([*lines, ""])
 
 
-def plain_help(name: str, record: Any, *, whole: bool) -> str:
-    """Return the help of a command whose options are plain fields of one record; nothing is imported for it."""
-    texts, kinds = _explained(record.__class__), field_types(record.__class__)
-    summary = COMMANDS[name].summary
-    lines = [f"usage: stretto {name} [OPTIONS]", "", f"{summary[0].upper()}{summary[1:]}.", ""]
-    lines += ["options, with their defaults in brackets:"]
-    for field, kind in kinds.items():
-        text = " ".join(texts.get(field, "").split())
-        metavar = "TEXT" if kind is str else kind.__name__.upper()
-        shown = f"{text if whole else first_clause(text)} [{getattr(record, field)}]"
-        lines += _row(f"--{field.replace('_', '-')} {metavar}", shown, _LEFT)
-    if not whole:
-        lines += ["", f"--help-all explains all {len(kinds)} options."]
-    return "\n".join([*lines, ""])
-
-
-def _rows(options: Iterable["Option"], *, whole: bool, shows_defaults: bool = True) -> list[str]:
-    texts: dict[type, Mapping[str, str]] = {}
+def _rows(options: Iterable[Written], *, whole: bool, shows_defaults: bool = True) -> list[str]:
     lines: list[str] = []
     for option in options:
-        if option.record not in texts:
-            texts[option.record] = _explained(option.record)
-        text = " ".join(texts[option.record].get(option.field, "").split())
-        name = f"{option.name} {option.metavar}".rstrip()
-        if whole:
-            name += f", {option.off}" if option.is_switch else ""
-        else:
+        text, name = option.text, f"{option.name} {option.metavar}".rstrip()
+        if not whole:
             text, name = first_clause(text), name.removesuffix("|None")
-        default = option.shown_default
-        if shows_defaults and default not in ("None", "none", "off"):
-            text += f" [{default}]"
+        elif not option.metavar:
+            prefix, dot, last = option.name.removeprefix("--").rpartition(".")
+            name += f", --{prefix}{dot}no-{last}"
+        if shows_defaults and option.default not in ("None", "none", "off"):
+            text += f" [{option.default}]"
         lines += _row(name, text, _LEFT)
     return lines
 
@@ -201,22 +193,3 @@ def _row(name: str, text: str, left: int) -> list[str]:
         return [f"  {name}", *(f"  {'':{left}}  {line}" for line in folded)]
     first, *others = folded
     return [f"  {name:{left}}  {first}", *(f"  {'':{left}}  {line}" for line in others)]
-
-
-def _explained(record: type) -> dict[str, str]:
-    """Return the docstring of every field of a record, by name; of a function's options, what its docstring says.
-
-    Raises:
-        MissingExtra: docstring_parser is not installed.
-    """
-    try:
-        import docstring_parser
-    except ImportError as error:
-        from stretto.errors import MissingExtra
-
-        raise MissingExtra("docstring_parser", "cli", "the help") from error
-    texts: dict[str, str] = {}
-    for kind in reversed(record.__mro__):
-        parsed: Any = docstring_parser.parse_from_object(kind) if dataclasses.is_dataclass(kind) else None
-        texts.update({one.arg_name: one.description or "" for one in parsed.params} if parsed else {})
-    return texts

@@ -9,8 +9,8 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType, NoneType, UnionType
-from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeVar, get_origin
 
 from stretto.engine import Clock
 from stretto.errors import ConfigError, UnknownName
@@ -37,10 +37,6 @@ class Option:
 
     name: str
     """As the user writes it: --task.width."""
-    record: type
-    """The record that it is a field of."""
-    field: str
-    """The field's name."""
     kind: Any
     """The field's type."""
     default: Any
@@ -57,16 +53,6 @@ class Option:
         prefix, dot, last = self.name.removeprefix("--").rpartition(".")
         return f"--{prefix}{dot}no-{last}"
 
-    @property
-    def metavar(self) -> str:
-        """What the help shows for the value."""
-        return "" if self.is_switch else _metavar(self.kind)
-
-    @property
-    def shown_default(self) -> str:
-        """The default as the user would write it."""
-        return shown(self.default)
-
 
 def options_of(record: Any, prefix: str = "--") -> Iterator[Option]:
     """Yield the options of a configuration: its fields, and those of the records in them."""
@@ -75,7 +61,7 @@ def options_of(record: Any, prefix: str = "--") -> Iterator[Option]:
         if _is_group(value):
             yield from options_of(value, f"{option}.")
         else:
-            yield Option(name=option, record=type(record), field=name, kind=kind, default=value)
+            yield Option(name=option, kind=kind, default=value)
 
 
 def parse_options(
@@ -267,13 +253,6 @@ def _read_pair(text: str) -> tuple[float, ...]:
     return numbers
 
 
-def _read_range(text: str) -> tuple[int, ...]:
-    first, last = _read_pair(text)
-    if not (first.is_integer() and last.is_integer()):
-        raise ConfigError(f"expected two whole numbers, found {text}")
-    return int(first), int(last)
-
-
 _READERS: Mapping[Any, Callable[[str], Any]] = MappingProxyType(
     {
         Clock: parse_clock,
@@ -281,35 +260,11 @@ _READERS: Mapping[Any, Callable[[str], Any]] = MappingProxyType(
         tuple[str, ...]: split_list,
         tuple[float, float]: _read_pair,
         tuple[int, ...]: _read_counts,
-        tuple[int, int]: _read_range,
         tuple[Fault, ...]: parse_faults,
         dict[str, float]: parse_learning_rates,
         dict[int, float]: parse_slowness,
     }
 )
-_METAVARS: Mapping[Any, str] = MappingProxyType(
-    {
-        NoneType: "None",
-        str: "TEXT",
-        Clock: "MIN,MAX",
-        Noise: "VARIANCE,...",
-        tuple[str, ...]: "A,B,...",
-        tuple[int, ...]: "N,M,...",
-        tuple[float, float]: "A,B",
-        tuple[int, int]: "FIRST,LAST",
-        tuple[Fault, ...]: "SITE:rank=R:...,...",
-        dict[str, float]: "ARM=RATE,...",
-        dict[int, float]: "RANK=FACTOR,...",
-    }
-)
-
-
-def _metavar(kind: Any) -> str:
-    if get_origin(kind) in (Union, UnionType):
-        return "|".join(map(_metavar, get_args(kind)))
-    if get_origin(kind) is Literal:
-        return "{" + ",".join(map(str, get_args(kind))) + "}"
-    return _METAVARS.get(kind) or getattr(kind, "__name__", str(kind)).upper()
 
 
 def shown(value: Any) -> str:

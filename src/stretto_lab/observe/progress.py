@@ -1,4 +1,4 @@
-"""The live display of a run: a panel on a terminal, plain lines elsewhere."""
+"""The lines that show a run as it goes."""
 
 import collections
 import dataclasses
@@ -6,25 +6,18 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from stretto.records import Incident, Update
 from stretto_lab.observe.records import Observer
-from stretto_lab.observe.stages import fitting, live_panel
-from stretto_lab.patience import SECONDS, Patience, clock
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
+from stretto_lab.patience import Patience, clock
 
 WINDOW = 20
 """Updates over which loss and rates are averaged: short enough to follow, long enough not to flicker."""
 LINE_SECONDS = 5.0
 """Time between two plain lines of updates; the first and the last update always have one."""
-CURVE_WIDTH = 48
-"""Characters of the loss curve, which has fewer; even."""
 LANDING = "this update lands and is saved; another stop ends at once"
 """What is told once a stop signal has come."""
-_BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +25,7 @@ class Header:
     """What does not change during a run."""
 
     title: str
-    """Strategy, workers, link, folder; the panel's title."""
+    """Strategy, workers, link, folder."""
     updates: int | None
     """Committed updates until the end; None where they do not end the run."""
     seconds: float | None
@@ -48,34 +41,23 @@ class Header:
 
 
 class Progress(Observer):
-    """Shows loss, samples per second, exposed communication, the communication lane, and the time left.
-
-    The panel appears with the first evaluation or update; until then there are plain lines on a terminal too.
-    """
+    """Shows loss, samples per second, exposed communication, the communication lane, and the time left."""
 
     def __init__(self, header: Header) -> None:
         self._header = header
         self._recent: collections.deque[_Moment] = collections.deque(maxlen=WINDOW + 1)
         self._share: Callable[[], float] = float
-        self._curve = Curve()
-        self._heldout = "not yet evaluated"
-        self._live: Any = None
         self._last_line = -math.inf
         self._shown_step = -1
         self._doing, self._since = "getting ready", time.monotonic()
         self._patience: Patience | None = None
         self._is_stopped: Callable[[], bool] = bool
-        self._has_ended = False
 
     @contextmanager
     def watched(self) -> Iterator[Self]:
         """Let no more than some seconds pass without a line, for the length of the block."""
         with closing(Patience(self._still)) as self._patience:
-            try:
-                yield self
-            finally:
-                if self._live is not None:  # what is told next comes after the panel
-                    self._live.stop()
+            yield self
 
     def waits(self, what: str) -> None:
         """Hear what is waited for; it is told only where that takes long."""
@@ -102,8 +84,6 @@ class Progress(Observer):
 
     def _still(self) -> str:
         """Return the line after silence."""
-        if self._live is not None:
-            return ""
         if self._is_stopped():
             return f"{LANDING}: {self._since_text()}"
         if self._recent and self._shown_step != self._recent[-1].update.step:
@@ -118,98 +98,26 @@ class Progress(Observer):
         return f"{since} since then" if self._recent else f"{since} so far"
 
     def updated(self, update: Update, training_seconds: float) -> None:
-        self._begin()
         self._recent.append(_Moment(update, training_seconds, self._share()))
         self._since = time.monotonic()
-        self._curve.append(update.loss)
         for incident in update.incidents:
             self.noticed(incident)
-        if self._shows_lines and time.monotonic() - self._last_line > LINE_SECONDS:
+        if not self._header.is_passing and time.monotonic() - self._last_line > LINE_SECONDS:
             self._print_line()
 
     def noticed(self, incident: Incident) -> None:
-        if self._header.is_passing:
-            return
-        if self._live is None:
+        if not self._header.is_passing:
             self._print(incident)
-        else:
-            self._live.console.print(str(incident))  # above the panel
 
     def evaluated(self, step: int, heldout_loss: float, training_seconds: float) -> None:
-        self._begin()
-        self._heldout = f"{heldout_loss:.4f}{self._header.loss_unit} after {step}"
-        if self._shows_lines:
-            self._print_last_line()
+        self.close()  # the line of its update comes before
+        if not self._header.is_passing:
             self._print(f"held-out loss {heldout_loss:.4f}{self._header.loss_unit} after {step} updates")
 
     def close(self) -> None:
-        """Leave the last state on the screen, unless the run is one of many."""
-        self._has_ended = True
-        if self._live is not None:
-            self._live.stop()
-        elif self._shows_lines:
-            self._print_last_line()
-
-    @property
-    def _shows_lines(self) -> bool:
-        return self._live is None and not self._header.is_passing
-
-    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
-        """Draw the panel; rich calls this several times a second."""
-        from rich.panel import Panel
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-
-        rows = Table.grid(padding=(0, 2))
-        has_room = options.max_width >= CURVE_WIDTH + 28 and not options.ascii_only
-        for name, value in self._rows(f"  {self._curve}" if has_room else ""):
-            rows.add_row(f"[dim]{name}[/]", value)
-        whole = Table.grid(expand=True)
-        whole.add_row(ProgressBar(total=1.0, completed=self._share_done()))
-        whole.add_row(rows)
-        # A terminal echoes Ctrl-C as two characters behind the panel. On a new line they would shift the next drawing.
-        width = max(1, options.max_width - len("^C"))
-        yield Panel(whole, title=fitting(self._header.title, width), title_align="left", width=width)
-
-    def _begin(self) -> None:
-        """Start the panel, once and only on a terminal that can draw again what it has drawn."""
-        if self._live is None:
-            self._live = live_panel(self, is_passing=self._header.is_passing)
-
-    def _rows(self, curve: str) -> list[tuple[str, str]]:
-        is_long = time.monotonic() - self._since > SECONDS and not self._has_ended
-        since = f", {self._since_text()}" if is_long else ""
-        ending = [("ending", LANDING)] if self._is_stopped() else []
-        if not self._recent:
-            return [("update", f"waiting for the first one{since}"), ("held-out", self._heldout), *ending]
-        if len(self._recent) < 2:  # no time between two is known
-            first = [
-                ("update", f"{self._step_text()}{since}"),
-                ("loss", f"{self._recent[-1].update.loss:.4f}"),
-            ]
-            return [*first, ("held-out", self._heldout), *ending]
-        averages = _Averages(self._recent)
-        is_at_end = is_long and self._share_done() == 1
-        left = "last evaluation and save" if is_at_end else self._left_text()
-        rows = [
-            ("update", f"{self._step_text()}, {left}{since}"),
-            ("loss", f"{averages.loss:.4f}{curve}"),
-            ("held-out", self._heldout),
-            ("speed", f"{averages.samples_per_second:,.0f} samples/s, as below over {averages.of_updates}"),
-            ("exposed", f"{averages.exposed_share:.1%} of the time waits for communication"),
-            (
-                "lane",
-                f"{averages.lane_share:.0%} busy, {8 * averages.bytes_per_second / 1e6:,.1f} Mbit/s sent",
-            ),
-        ]
-        if averages.is_echoed:
-            rows.append(("echo", averages.echo_text))
-        if averages.waits:
-            rows.append(("data", f"{averages.wait_share:.1%} of the time waits for batches"))
-        return rows + ending
-
-    def _print_last_line(self) -> None:
-        if self._recent and self._shown_step != self._recent[-1].update.step:
+        """Print the line of the last update, unless the run is one of many."""
+        is_shown = not self._recent or self._shown_step == self._recent[-1].update.step
+        if not (is_shown or self._header.is_passing):
             self._print_line()
 
     def _print_line(self) -> None:
@@ -258,13 +166,6 @@ class Progress(Observer):
         shortest = clock(min(left))
         return f"{shortest} of virtual time left" if self._header.is_virtual else f"{shortest} left"
 
-    def _share_done(self) -> float:
-        if not self._recent:
-            return 0.0
-        last = self._recent[-1]
-        plans = ((last.update.step, self._header.updates), (last.seconds, self._header.seconds))
-        return min(1.0, max(last.share, *(done / planned if planned else 0.0 for done, planned in plans)))
-
 
 class _Moment(NamedTuple):
     """What is known of a run right after an update."""
@@ -276,35 +177,6 @@ class _Moment(NamedTuple):
     """Of the run's updates or samples that is done; 0 where they do not end it."""
 
 
-class Curve:
-    """The losses since the beginning as a line of bars, each the mean of equally many updates."""
-
-    def __init__(self) -> None:
-        self._means: list[float] = []
-        self._each = 1  # updates of a mean
-        self._open: list[float] = []
-
-    def append(self, loss: float) -> None:
-        """Add the loss of an update."""
-        self._open.append(loss)
-        if len(self._open) == self._each:
-            self._means.append(sum(self._open) / self._each)
-            self._open = []
-        if len(self._means) == CURVE_WIDTH:
-            pairs = zip(self._means[::2], self._means[1::2], strict=True)
-            self._means = [(one + other) / 2 for one, other in pairs]
-            self._each *= 2
-
-    def __str__(self) -> str:
-        """Return the bars, the highest for the highest loss; a gap where one is not finite."""
-        finite = [mean for mean in self._means if math.isfinite(mean)]
-        low, high = min(finite, default=0.0), max(finite, default=0.0)
-        steps = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-        return "".join(
-            _BARS[round((mean - low) * steps)] if math.isfinite(mean) else " " for mean in self._means
-        )
-
-
 class _Averages:
     """Averages over the last updates: those after the oldest one kept, which marks the beginning of their time."""
 
@@ -314,7 +186,6 @@ class _Averages:
         fresh, echoed = sum(update.fresh for update in updates), sum(update.echoed for update in updates)
         # An update may hold no batch in its first use.
         first_losses = [one.first_use_loss for one in updates if math.isfinite(one.first_use_loss)]
-        self.of_updates = "the last update" if len(updates) == 1 else f"the last {len(updates)} updates"
         self.loss = sum(update.loss for update in updates) / len(updates)
         self.seconds_per_update = seconds / len(updates)
         self.share_per_second = (recent[-1].share - recent[0].share) / seconds

@@ -2,40 +2,28 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from stretto.errors import MissingExtra
 from stretto_lab.patience import COLUMNS
 
 
-def _print_table(what: str, caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print rows of cells under headings; a terminal has a width of its own, a file 80 columns.
-
-    Args:
-        what: What the table is of; for the error.
-        caption: Text below the table.
-        headings: One per column.
-        rows: Each with one cell per column.
-
-    Raises:
-        MissingExtra: rich is not installed.
-    """
-    try:
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError as error:
-        raise MissingExtra("rich", "cli", f"the table of a {what}") from error
-    table = Table(caption=caption, caption_justify="left", caption_style="", box=SIMPLE_HEAD, padding=0)
-    for index, heading in enumerate(headings):
-        is_left = index == 0  # only the others are short enough to stay whole
-        table.add_column(
-            heading, justify="left" if is_left else "right", overflow="fold", no_wrap=not is_left
-        )
-    for row in rows:
-        table.add_row(*row)
-    Console(width=None if Console().is_terminal else COLUMNS).print(table)
+def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of cells under headings of several lines, in 80 columns: a name that is too long is folded."""
+    heads = [heading.split("\n") for heading in headings]
+    depth = max(map(len, heads))
+    top = zip(*([""] * (depth - len(head)) + head for head in heads), strict=True)
+    widths = [
+        max(map(len, [*head, *cells])) for head, cells in zip(heads, zip(*rows, strict=True), strict=True)
+    ]
+    widths[0] = min(widths[0], COLUMNS - sum(width + 1 for width in widths[1:]))
+    print()
+    for line in [*top, ["-" * width for width in widths], *rows]:
+        name, numbers = line[0], [f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)][1:]
+        print(" ".join([f"{name[: widths[0]]:{widths[0]}}", *numbers]).rstrip())
+        for begin in range(widths[0], len(name), widths[0]):
+            print(name[begin : begin + widths[0]])
+    print()
 
 
 LIMIT = "compute"
@@ -51,9 +39,6 @@ def print_comparison(runs: Sequence[Run]) -> None:
 
     Args:
         runs: Records of a comparison.
-
-    Raises:
-        MissingExtra: rich is not installed.
     """
     rows: list[tuple[str, ...]] = []
     for arm in dict.fromkeys(run["strategy"] for run in runs):
@@ -66,13 +51,9 @@ def print_comparison(runs: Sequence[Run]) -> None:
             if any(line)
         ]
     used = [index for index in range(len(headings)) if any(row[index] not in ("", "-") for row in rows)]
-    _print_table(
-        "comparison",
-        f"Medians{_in_units(runs)}. With 1/2 after it, a number is of one run out of two.\n"
-        "exposed: share of the time that waited for communication",
-        [headings[index] for index in used],
-        ([row[index] for index in used] for row in rows),
-    )
+    _print_table([headings[index] for index in used], [[row[index] for index in used] for row in rows])
+    print(f"Medians{_in_units(runs)}. With 1/2 after it, a number is of one run out of two.")
+    print("exposed: share of the time that waited for communication")
 
 
 def _in_units(runs: Sequence[Run]) -> str:

@@ -131,6 +131,6 @@ def _measured(
             loss=lambda model, batch: Loss(loss_function(model, batch), 1.0, 1),
             evaluate=lambda model: math.nan,
         )
-        return measure_task(ranks, task, batches, launched_per_node(), Stages("choose", is_shown=False))
+        return measure_task(ranks, task, batches, launched_per_node(), Stages(is_shown=False))
     finally:
         restore_random_states(states, ranks.device)

@@ -208,7 +208,7 @@ def measure(info: RankInfo, job: Job[TaskT], batches: int, numbers: Sequence[int
     set_threads()
     device = choose_device(job.device, info)
     with (
-        Stages("plan", is_shown=info.rank == 0) as stages,
+        Stages(is_shown=info.rank == 0) as stages,
         joined_group(info, Link.parse(job.link), device, job.timeout_seconds),
     ):
         stages.begin("building the model")

@@ -229,7 +229,7 @@ def rank_by_time(
             counts and, where ranks are not equally fast, at a clock too.
         stages: Are told how many arms are priced; None tells nobody.
     """
-    stages = stages or Stages("pricing", is_shown=False)
+    stages = stages or Stages(is_shown=False)
     frequent = [arm for arm, evidence in EVIDENCE.items() if evidence.nats is not None]
     texts = [
         _on_wire(arm, one)
@@ -302,7 +302,7 @@ def plan(job: PlanConfig[TaskT], ranks: Ranks, *, prices_all: bool = True) -> li
         WorkerFailed: A rank failed.
     """
     measured = ranks.call(measure, job, job.batches, job.ranks)[0]
-    with Stages("plan", is_shown=ranks.is_first) as stages:
+    with Stages(is_shown=ranks.is_first) as stages:
         return [
             rank_by_time(
                 machine,

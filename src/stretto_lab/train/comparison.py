@@ -130,7 +130,7 @@ def diagnose_rank(info: RankInfo, job: DiagnoseConfig[TaskT]) -> Diagnosis:
     run = job.run_of(parse_arm(job.strategy))
     device = choose_device(run.device, info)
     with (
-        Stages("diagnose", is_shown=info.rank == 0) as stages,
+        Stages(is_shown=info.rank == 0) as stages,
         joined_group(info, Link.parse(run.link), device, run.timeout_seconds),
     ):
         stages.begin("building the model")
