@@ -39,7 +39,7 @@ from stretto_lab.recipes import Task
 from stretto_lab.train.configuration import Job, TaskT
 from stretto_lab.train.shards import placed
 from stretto_lab.train.state import slowed
-from stretto_lab.train.workers import RankInfo, choose_device, joined_group, set_threads
+from stretto_lab.train.workers import RankInfo, choose_device, joined_group
 
 WIRES = tuple(OF_WIRES)
 """Wires that cost next to nothing in the loss."""
@@ -205,7 +205,7 @@ def measure(info: RankInfo, job: Job[TaskT], batches: int, numbers: Sequence[int
         ConfigError: The recipe has no loss that trains, or its loader ends too soon.
         CommunicationError: Another rank has failed, or does not answer.
     """
-    set_threads()
+    torch.set_num_threads(1)
     device = choose_device(job.device, info)
     with (
         Stages(is_shown=info.rank == 0) as stages,

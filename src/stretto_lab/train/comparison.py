@@ -23,7 +23,7 @@ from stretto_lab.train.outcome import Outcome
 from stretto_lab.train.shards import placed
 from stretto_lab.train.slow_rank import slow_down
 from stretto_lab.train.state import slowed
-from stretto_lab.train.workers import RankInfo, choose_device, device_of, joined_group, set_threads
+from stretto_lab.train.workers import RankInfo, choose_device, device_of, joined_group
 
 RESULTS = "compare.json"
 
@@ -126,7 +126,7 @@ def diagnose_rank(info: RankInfo, job: DiagnoseConfig[TaskT]) -> Diagnosis:
     Raises:
         StrettoError: A setting, a step or a rank failed.
     """
-    set_threads()
+    torch.set_num_threads(1)
     run = job.run_of(parse_arm(job.strategy))
     device = choose_device(run.device, info)
     with (

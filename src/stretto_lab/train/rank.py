@@ -52,7 +52,6 @@ from stretto_lab.train.workers import (
     choose_device,
     described_device,
     joined_group,
-    set_threads,
     store_of,
 )
 
@@ -106,7 +105,7 @@ def train_rank(
     Raises:
         StrettoError: A setting, the training or a rank failed.
     """
-    set_threads()
+    torch.set_num_threads(1)
     device = choose_device(run.device, info)
     context = RankContext(rank=info.rank, world_size=info.world_size, device=device)
     with (
@@ -120,7 +119,7 @@ def surviving_rank(
     info: RankInfo, run: RunConfig[TaskT], warmup_updates: int, shows_progress: bool
 ) -> Outcome | Left | None:
     """As `train_rank`, on workers of which some may be lost or come; None where it came when the others were done."""
-    set_threads()
+    torch.set_num_threads(1)
     device = choose_device(run.device, info)
     wire = Wire(Link.parse(run.link))
     total = run.micro_batches * info.world_size if run.clock is None else None

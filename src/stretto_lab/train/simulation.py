@@ -19,7 +19,7 @@ from stretto_lab.train.launch import STEADY_AFTER
 from stretto_lab.train.outcome import Outcome, prepare_run_folder
 from stretto_lab.train.rank import RankContext, train_at
 from stretto_lab.train.slow_loader import SlowStore
-from stretto_lab.train.workers import device_of, set_threads
+from stretto_lab.train.workers import device_of
 from stretto_lab.virtual import Compute, Results, VirtualCluster, VirtualGroup, parse_network
 
 TRACE = "trace.jsonl"
@@ -135,7 +135,7 @@ def simulate(simulation: SimulateConfig[TaskT], *, shows_progress: bool = False)
     check_run(run, cluster.world_size)
     device = device_of(simulation.device, 0, 1)  # all ranks share it
     prepare_run_folder(run, device=device)
-    set_threads()
+    torch.set_num_threads(1)
     title = f"{simulation.strategy} on {simulation.ranks} virtual ranks, network {simulation.network}"
     header = Header(
         title=title,

@@ -159,11 +159,6 @@ def device_of(kind: DeviceKind, local_rank: int, local_world_size: int) -> torch
     return torch.device("cuda", local_rank)
 
 
-def set_threads() -> None:
-    """Give tensor operations the threads that OMP_NUM_THREADS says; one where it says nothing, so that runs repeat."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-
-
 def choose_device(kind: DeviceKind, info: RankInfo) -> torch.device:
     """Return this rank's device, made current; see `device_of`."""
     device = device_of(kind, info.local_rank, info.local_world_size)
