@@ -23,7 +23,7 @@ from stretto_lab.cli import main
 from stretto_lab.cli.help import COMMANDS
 from stretto_lab.observe import Stages
 from stretto_lab.patience import COLUMNS, SECONDS, Patience, clock, fold
-from tests.draws import draws
+from tests.draws import seeds
 from tests.processes import Command
 from tests.style.source import ROOT, package_files
 
@@ -124,7 +124,7 @@ def drawn_lines(draw: random.Random, count: int) -> list[str]:
     return [" ".join("x-" * draw.randint(1, 6) for _ in range(draw.randint(0, 40))) for _ in range(count)]
 
 
-@pytest.mark.parametrize("seed", draws(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_a_terminal_gets_lines_that_fit_and_a_file_or_a_pipe_one_line_per_event(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +187,7 @@ def test_what_patience_says_is_one_line_unless_a_terminal_is_narrower(
         assert shown.splitlines() == texts
 
 
+@pytest.mark.long
 def test_on_a_terminal_what_is_waited_for_is_told_beside_the_output() -> None:
     hurried = "from stretto_lab import patience; patience.SECONDS = 0.05"
     asks = f"{hurried}; from stretto_lab.cli import main; main(['train', 'digits-resnet', '--updates', '0'])"

@@ -9,7 +9,7 @@ from stretto.records import Incident
 from stretto_lab.observe import Header, Progress
 from stretto_lab.observe.progress import LANDING
 from stretto_lab.patience import clock
-from tests.draws import draws
+from tests.draws import seeds
 from tests.observe.updates import update
 
 HEADER = Header(title="acco on 2 workers", updates=10, seconds=None)
@@ -69,7 +69,7 @@ def test_a_run_that_time_ends_shows_the_time_left(
     assert capsys.readouterr().out.splitlines()[-1].endswith(left)
 
 
-@pytest.mark.parametrize("seed", draws(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_a_run_that_data_end_shows_their_share_and_the_time_left_by_its_rate(
     seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

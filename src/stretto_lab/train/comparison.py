@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stretto.echo import Diagnosis, diagnose
 from stretto.groups import Link
 from stretto.machine import describe_environment

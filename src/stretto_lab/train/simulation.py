@@ -6,6 +6,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from stretto.disk import replace_file
 from stretto.errors import ConfigError
 from stretto.fields import check_at_least
