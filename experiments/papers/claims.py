@@ -36,10 +36,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from enum import StrEnum
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from book import Book, Interval, interval
 
@@ -49,9 +52,7 @@ from stretto.strategies import STRATEGIES
 from stretto.strategies.ledger import ledger_of
 from stretto_lab.cli.options import parse_options
 from stretto_lab.observe import read_json_lines
-from stretto_lab.patience import SECONDS
 from stretto_lab.train.outcome import Outcome
-from stretto_lab.train.processes import results_on_workers
 from stretto_lab.train.simulation import SimulateConfig, simulate
 
 HERE = Path(__file__).resolve().parent
@@ -529,17 +530,13 @@ def make(records: Sequence[Record], site: Site, processes: int) -> None:
     while todo := site.missing(records):
         configurations = [configure(*trial) for trial in todo]
         print(f"{len(todo)} runs to make, {min(processes, len(todo))} at a time", flush=True)
-        started, done = time.monotonic(), 0
-        for made in results_on_workers(perform, configurations, processes, "book", patience=SECONDS):
-            if made is None:
-                print(f"  {done} of {len(todo)} runs, {time.monotonic() - started:.0f} s", flush=True)
-                continue
-            number, line = made
-            done += 1
-            words, seed = todo[number]
-            site.book.add({"words": words, "seed": seed, **line})
-            ended = line["error"] or f"loss {line['heldout_loss']}, accuracy {line['accuracy']}"
-            print(f"  {done} of {len(todo)}: stretto simulate {words} --seed {seed}: {ended}", flush=True)
+        with ProcessPoolExecutor(processes, get_context("forkserver"), torch.set_num_threads, (1,)) as pool:
+            made = {pool.submit(perform, one): trial for one, trial in zip(configurations, todo, strict=True)}
+            for done, future in enumerate(as_completed(made), start=1):
+                (words, seed), line = made[future], future.result()
+                site.book.add({"words": words, "seed": seed, **line})
+                ended = line["error"] or f"loss {line['heldout_loss']}, accuracy {line['accuracy']}"
+                print(f"  {done} of {len(todo)}: stretto simulate {words} --seed {seed}: {ended}", flush=True)
 
 
 def perform(simulation: SimulateConfig[Any]) -> Line:

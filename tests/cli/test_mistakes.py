@@ -50,7 +50,6 @@ from stretto_lab.cli.help import COMMANDS
         ("report --otu page.html", "report needs the folder of a run first"),
         ("train digits-resnet --task.wdith 3", "has no option '--task.wdith'"),
         ("compare digits-resnet --strategies ddp,bogus", "no strategy is called 'bogus'"),
-        ("compare digits-resnet --strategies ddp --learning-rates acco=1", "learning rates for acco"),
     ],
 )
 def test_a_name_that_does_not_exist_is_one_line_and_exit_code_2(

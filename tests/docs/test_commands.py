@@ -51,7 +51,7 @@ def test_a_printed_command_has_options_and_arms_that_exist(words: list[str]) -> 
     else:
         assert command == "compare"
         _, comparison = parse_options("compare", rest, lambda task: CompareConfig(task=task))
-        parse_arms(comparison.strategies, comparison.learning_rates)
+        parse_arms(comparison.strategies)
 
 
 def test_the_pages_print_commands() -> None:

@@ -9,7 +9,7 @@ from stretto.engine import Clock
 from stretto.errors import ConfigError, UnknownName
 from stretto.fields import field_types, named_settings
 from stretto.strategies import ACCO, STRATEGIES, Average, DiLoCo, LocalSGD, Strategy
-from stretto_lab.train.arms import parse_arm, parse_arms, parse_clock, parse_learning_rates, split_list
+from stretto_lab.train.arms import parse_arm, parse_arms, parse_clock, split_list
 from stretto_lab.train.configuration import CompareConfig, Job, RunConfig
 from tests.draws import seeds
 from tests.train.tiny import Tiny
@@ -91,12 +91,6 @@ def test_micro_batches_of_an_arm_replace_the_clock_of_the_job() -> None:
     assert job.run_of(parse_arm("acco:micro_batches=2")).clock is None
 
 
-def test_learning_rates_go_to_the_arm_or_to_all_arms_of_a_strategy_but_not_over_an_arms_own() -> None:
-    rates = parse_learning_rates("acco=2e-3,wp:clock=1,8=1e-3")
-    arms = parse_arms(["acco", "acco:lr=5e-3", "wp", "wp:clock=1,8"], rates)
-    assert [arm.settings.get("lr") for arm in arms] == [2e-3, 5e-3, None, 1e-3]
-
-
 @pytest.mark.parametrize(
     ("text", "error", "named"),
     [
@@ -124,13 +118,9 @@ def test_an_arm_that_cannot_be_read_is_an_error_that_names_what_is_known(
         parse_arm(text)
 
 
-def test_arms_and_rates_that_make_no_sense_together_are_refused() -> None:
+def test_an_arm_that_stands_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match="twice"):
-        parse_arms(["ddp", "ddp"], {})
-    with pytest.raises(UnknownName, match="wp"):
-        parse_arms(["ddp"], {"wp": 0.1})
-    with pytest.raises(ConfigError, match="ARM=RATE"):
-        parse_learning_rates("0.1")
+        parse_arms(["ddp", "ddp"])
 
 
 def test_a_clock_is_two_numbers() -> None:

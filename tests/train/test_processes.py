@@ -1,4 +1,4 @@
-"""Processes that a command starts: results by job, whoever fails is told, and nothing outlives the command."""
+"""Processes that a command starts: nothing outlives the command."""
 
 import contextlib
 import functools
@@ -11,45 +11,25 @@ from pathlib import Path
 
 import pytest
 
-from stretto.errors import WorkerFailed
-from stretto_lab.train.processes import Stops, results_on_workers, stops_exit, supervised
+from stretto_lab.train.processes import Stops, stops_exit, supervised
 from tests.processes import Command
 
 
-def square(number: int) -> int:
-    if number == 13:
-        raise ZeroDivisionError("13 divided")
-    if number == 17:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return number**2
-
-
-def tell_and_wait(number: int) -> None:
+def tell_and_wait(pipe: Connection, number: int) -> None:
     sys.stdout.write(f"{number} runs\n")
     sys.stdout.flush()
     threading.Event().wait()
 
 
-def test_every_result_comes_with_the_number_of_its_job() -> None:
-    assert sorted(results_on_workers(square, range(9), 3)) == [(number, number**2) for number in range(9)]
-    assert list(results_on_workers(square, [], 2)) == []
-
-
-@pytest.mark.parametrize(
-    ("number", "cause"),
-    [(13, "job 1 of 2: ZeroDivisionError: 13 divided"), (17, "the process was killed by SIGKILL")],
-)
-def test_a_job_that_fails_is_told(number: int, cause: str) -> None:
-    with pytest.raises(WorkerFailed, match=cause):
-        list(results_on_workers(square, [1, number], 1))
-
-
-def map_two() -> None:
-    list(results_on_workers(tell_and_wait, [1, 2], 2))
+def wait_for_two() -> None:
+    with supervised() as workers:
+        for number in (1, 2):
+            workers.start(tell_and_wait, number)
+        threading.Event().wait()
 
 
 def test_no_process_outlives_a_command_that_is_stopped() -> None:
-    with Command(function=map_two) as command:
+    with Command(function=wait_for_two) as command:
         started = {command.stdout.readline(), command.stdout.readline()}
         os.kill(command.pid, signal.SIGTERM)
         # The processes write to the same pipe, so it ends when the last of them has.

@@ -53,7 +53,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             takes="RECIPE",
             record="CompareConfig",
             basic=(
-                "strategies", "workers", "updates", "to-loss", "repeats", "learning-rates", "micro-batches", "link",
+                "strategies", "workers", "updates", "to-loss", "repeats", "micro-batches", "link",
                 "seed", "out",
             ),
         ),

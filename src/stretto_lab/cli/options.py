@@ -19,7 +19,7 @@ from stretto.noise import Noise, parse_noise
 from stretto.strategies import STRATEGIES
 from stretto_lab.faults import Fault, faults_text, parse_faults
 from stretto_lab.recipes import RECIPES, recipe
-from stretto_lab.train.arms import parse_clock, parse_learning_rates, split_list
+from stretto_lab.train.arms import parse_clock, split_list
 from stretto_lab.train.configuration import LENGTHS
 from stretto_lab.virtual import parse_slowness
 
@@ -261,7 +261,6 @@ _READERS: Mapping[Any, Callable[[str], Any]] = MappingProxyType(
         tuple[float, float]: _read_pair,
         tuple[int, ...]: _read_counts,
         tuple[Fault, ...]: parse_faults,
-        dict[str, float]: parse_learning_rates,
         dict[int, float]: parse_slowness,
     }
 )

@@ -4,18 +4,12 @@ import math
 import shlex
 from collections.abc import Sequence
 
-import torch
-
 from stretto.echo import Diagnosis
 from stretto.echo.text import plan_text
-from stretto.exchange import WIRES
-from stretto.flat import ALIGNMENT
 from stretto.groups import Link
-from stretto.strategies import ACCO
 from stretto.strategies.ledger import ledger_of
 from stretto_lab.cli.options import shown
 from stretto_lab.cli.run_folder import resume_command
-from stretto_lab.evidence import OF_WIRES, of_strategy
 from stretto_lab.patience import fold, waiting
 from stretto_lab.plan import UNEQUAL, Machine, Price, Ranking
 from stretto_lab.recipes import TaskConfig
@@ -82,38 +76,14 @@ def _behind(outcome: Outcome) -> str:
 
 
 def advice(outcome: Outcome, run: RunConfig[TaskConfig]) -> str:
-    """Return what hiding communication would gain where the link was the bottleneck, and nothing elsewhere.
-
-    By the time model (docs/time-model.md): a synchronous update takes `n·t + C`, one of ACCO `max(n·t, 2C)`, and `C` is
-    proportional to the bytes.
-    """
+    """Return that the link was the bottleneck, where it was and communication was not hidden; nothing elsewhere."""
     exposed, seconds = outcome.exposed_seconds, outcome.training_seconds - outcome.seconds_before
-    arm = parse_arm(run.strategy)
-    if arm.overlaps or run.micro_batches < 2 or not exposed or exposed < _BOTTLENECK * seconds:
+    if parse_arm(run.strategy).overlaps or not exposed or exposed < _BOTTLENECK * seconds:
         return ""
-    waiting = exposed / seconds
-
-    def gain(wire: str) -> float:
-        return 1 / max(1 - waiting, 2 * waiting * _bytes_of(wire) / _bytes_of(run.wire))
-
-    wires = [wire for wire in OF_WIRES if _bytes_of(wire) <= _bytes_of(run.wire)]
-    if not wires:
-        return ""
-    best = max(wires, key=lambda wire: (round(gain(wire), 2), _bytes_of(wire)))
-    if gain(best) < 1.1:
-        return ""
-    options = "--strategy acco" + ("" if best == run.wire else f" --wire {best}")
-    evidence = of_strategy(ACCO(), 1)
     return (
-        f"The link was the bottleneck: {waiting:.0%} of the time{_behind(outcome)} waited for communication. With "
-        f"{options} up to {gain(best):.1f} times as many updates in the same time are possible, and a loss about as "
-        f"much sooner ({evidence.source} ended {evidence.nats:.3f} nats per byte above): `stretto plan` measures it."
+        f"The link was the bottleneck: {exposed / seconds:.0%} of the time{_behind(outcome)} waited for communication. "
+        "`stretto plan` says which strategy and wire would wait less."
     )
-
-
-def _bytes_of(wire: str) -> int:
-    """Return the bytes of `ALIGNMENT` gradients, and of as many parameters on their way back."""
-    return WIRES[wire].of(torch.float32).num_bytes(ALIGNMENT)  # the block of every format divides `ALIGNMENT`
 
 
 def _megabytes(num_bytes: float) -> str:

@@ -34,7 +34,6 @@ METAVARS: Mapping[str, str] = MappingProxyType(
         "tuple[int, ...]": "N,M,...",
         "tuple[float, float]": "A,B",
         "tuple[Fault, ...]": "SITE:rank=R:...,...",
-        "dict[str, float]": "ARM=RATE,...",
         "dict[int, float]": "RANK=FACTOR,...",
     }
 )

@@ -7,7 +7,6 @@ nothing had happened.
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from stretto.disk import writing_to
 from stretto.json_lines import JsonLines
@@ -26,9 +25,6 @@ class Observer:
 
     A subclass implements what it wants to hear of; the rest does nothing.
     """
-
-    def begins(self, loop: Any) -> None:
-        """Hear that training begins, before the first evaluation; a trace puts its hooks into the loop."""
 
     def updated(self, update: Update, training_seconds: float) -> None:
         """Hear of a committed update, `training_seconds` of training after the start of the run."""

@@ -45,8 +45,6 @@ class Run:
     events: Sequence[Event]
     time: UpdateTime | None
     """Where the time of an average update went."""
-    memory: Sequence[tuple[float, float]] = ()
-    """Of rank 0: updates, and the most bytes in use until then; a line for each rise."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,8 +68,6 @@ class Contents:
     tables: Sequence[Table] = ()
     gaps: list[str] = dataclasses.field(default_factory=list)
     """What could not be read."""
-    is_run: bool = False
-    """Whether it is the folder of one run."""
 
 
 def formatted(value: float, pattern: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 from stretto.disk import replace_file
 from stretto.errors import MissingExtra
 from stretto_lab.page.contents import Contents
-from stretto_lab.page.curves import curves, memory
+from stretto_lab.page.curves import curves
 from stretto_lab.page.sections import sections, text
 
 MOST_RUNS = 40
@@ -38,10 +38,7 @@ def write_page(folders: Sequence[Contents], out: Path) -> None:
         DiskError: The file cannot be written.
     """
     runs = [run for folder in folders for run in folder.runs][:MOST_RUNS]
-    data = {
-        "runs": [curves(run) for run in runs],
-        "memory": [memory(folder.runs[0]) for folder in folders if folder.is_run],
-    }
+    data = {"runs": [curves(run) for run in runs]}
     body = "\n".join(sections(folders, runs))
     whole = _whole(folders, body, data, _shared(out))
     replace_file(out, lambda path: path.write_text(whole, encoding="utf-8"))

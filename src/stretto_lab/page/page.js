@@ -89,70 +89,9 @@ function drawTime() {
     yaxis: { type: "category", autorange: "reversed", fixedrange: true } });
 }
 
-function drawParts() {
-  const axis = chosenAxis();
-  data.runs.forEach((run, index) => {
-    if (!run.parts) return;
-    const traces = Object.entries(PARTS).map(([part, [name, fill]]) => ({
-      x: run.parts[axis], y: run.parts[part], name, stackgroup: "one", line: { width: 0.5, color: fill }, fillcolor: fill,
-      hovertemplate: "%{y:.4g} ms<extra>%{fullData.name}</extra>",
-    }));
-    draw(`parts-${index}`, traces, { height: 260, xaxis: { title: title(AXIS_TITLES[axis]) }, yaxis: { title: title("ms per update"), rangemode: "tozero" } });
-  });
-}
-
-function drawCourse() {
-  const axis = chosenAxis();
-  data.runs.forEach((run, index) => {
-    if (!run.course) return;
-    for (const [part, scale] of [["rate", "linear"], ["norm", "log"], ["speed", "linear"]]) {
-      const traces = [{ x: run.course[axis], y: run.course[part], mode: run.course[part].length > 60 ? "lines" : "lines+markers",
-        line: { color: RUN_COLOURS[index % RUN_COLOURS.length], width: 1.3 }, marker: { size: 4 }, hovertemplate: "%{y:.4g}<extra></extra>" }];
-      draw(`${part}-${index}`, traces, { height: 180, showlegend: false, xaxis: { title: title(AXIS_TITLES[axis]) }, yaxis: { type: scale } });
-    }
-  });
-}
-
-function drawInput() {
-  const axis = chosenAxis();
-  data.runs.forEach((run, index) => {
-    if (!run.input) return;
-    const traces = [["fresh", "#4477aa"], ["echoed", "#ccbb44"]].map(([part, fill]) => ({
-      x: run.input[axis], y: run.input[part], name: part, stackgroup: "one", line: { width: 0.5, color: fill }, fillcolor: fill,
-      hovertemplate: "%{y:,.0f} batches<extra>%{fullData.name}</extra>",
-    }));
-    draw(`input-${index}`, traces, { height: 240, xaxis: { title: title(AXIS_TITLES[axis]) }, yaxis: { title: title("batches of rank 0"), rangemode: "tozero" } });
-  });
-}
-
-function drawAverages() {
-  const axis = chosenAxis();
-  data.runs.forEach((run, index) => {
-    if (!run.averages) return;
-    const traces = [["interval", "interval, updates", "#4477aa"], ["noise", "σ of the noise", "#ee6677"], ["divergence", "divergence", "#228833"]].map(([part, name, fill]) => ({
-      x: run.averages[axis], y: run.averages[part], name, mode: "lines+markers", line: { color: fill }, marker: { size: 5 },
-      hovertemplate: "%{y:.4g}<extra>%{fullData.name}</extra>",
-    }));
-    draw(`averages-${index}`, traces, { height: 260, xaxis: { title: title(AXIS_TITLES[axis]) }, yaxis: { type: "log" } });
-  });
-}
-
-function drawMemory() {
-  data.memory.forEach((run, index) => {
-    const traces = [{ x: run.updates, y: run.y, name: "rank 0", mode: "lines", line: { color: RUN_COLOURS[0], shape: "hv" },
-      hovertemplate: "%{y:,.1f} MB<extra></extra>" }];
-    draw(`memory-${index}`, traces, { height: 240, showlegend: false, xaxis: { title: title(AXIS_TITLES.updates) }, yaxis: { title: title("most MB in use"), rangemode: "tozero" } });
-  });
-}
-
 function drawAll() {
   if (element("loss")) drawLoss();
   if (element("time")) drawTime();
-  drawParts();
-  drawCourse();
-  drawInput();
-  drawAverages();
-  drawMemory();
 }
 
 drawAll();

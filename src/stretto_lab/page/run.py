@@ -22,7 +22,7 @@ from stretto_lab.page.times import UpdateTime, of_updates
 
 _NUMBERS = (
     "step", "samples", "fresh_samples", "loss", "training_seconds", "exposed_seconds", "lane_seconds", "wait_seconds",
-    "sent_bytes", "fresh", "echoed", "skipped_rounds", "interval", "noise", "divergence", "gradient_norm",
+    "sent_bytes", "skipped_rounds",
 )  # fmt: skip
 
 
@@ -32,8 +32,6 @@ def read_run(path: Path, name: str) -> Contents:
     config = read_json(path / "config.json", gaps)
     records = list(read_records(path, "updates.jsonl", gaps, expected=True))
     columns = {field: np.array([number(one.get(field)) for one in records]) for field in _NUMBERS}
-    rates = [[*items(one.get("learning_rates")), None][0] for one in records]
-    columns["learning_rate"] = np.array([number(rate) for rate in rates])
     strategy = str(config.get("strategy", "unknown strategy"))
     axes = {
         "updates": columns["step"],
@@ -53,15 +51,20 @@ def read_run(path: Path, name: str) -> Contents:
         evaluation_axes={**places, "updates": evaluations[:, 0], "seconds": evaluations[:, 2]},
         events=_events(path, columns, gaps),
         time=of_updates(columns, strategy, rounds),
-        memory=[
-            (number(one.get("step")), number(one.get("peak_bytes")))
-            for one in read_records(path, "memory.jsonl", gaps, expected=False)
-        ],
     )
     if not records:
         gaps.append("no update is recorded")
-    facts = {**_verdict(run.time), **_about(config, strategy, path), **_outcome(run, unit_of(config))}
-    return Contents(path=path, name=name, facts=facts, runs=[run], gaps=gaps, is_run=True)
+    peaks = [
+        number(one.get("peak_bytes")) for one in read_records(path, "memory.jsonl", gaps, expected=False)
+    ]
+    memory = {"memory of rank 0": f"{peaks[-1] / 1e6:,.0f} MB at most"} if peaks else {}
+    facts = {
+        **_verdict(run.time),
+        **_about(config, strategy, path),
+        **_outcome(run, unit_of(config)),
+        **memory,
+    }
+    return Contents(path=path, name=name, facts=facts, runs=[run], gaps=gaps)
 
 
 def _at_steps(steps: Column, known: Column, axis: Column) -> Column:

@@ -34,11 +34,7 @@ def sections(folders: Sequence[Contents], runs: Sequence[Run]) -> Iterator[str]:
     if any(len(run.evaluations) or run.columns for run in runs):
         yield _loss(sum(len(folder.runs) for folder in folders) - len(runs))
     yield from _events(runs)
-    yield from _course(runs)
     yield from _time(runs)
-    yield from _averages(runs)
-    yield from _input(runs)
-    yield from _memory([folder for folder in folders if folder.is_run])
 
 
 def _section(title: str, *parts: str) -> str:
@@ -115,25 +111,6 @@ def _events(runs: Sequence[Run]) -> Iterator[str]:
         yield _section("Faults, verdicts and repairs", _table(table))
 
 
-_COURSE = {
-    "rate": "learning rate",
-    "norm": "norm of the gradient",
-    "speed": "samples per second of all ranks",
-}
-
-
-def _course(runs: Sequence[Run]) -> Iterator[str]:
-    parts = [
-        f"<h3>{text(run.name)}, {label}</h3>\n"
-        + _chart(f"{name}-{index}", f"{label} along the run", small=True)
-        for index, run in enumerate(runs)
-        if run.columns and len(run.columns["step"])
-        for name, label in _COURSE.items()
-    ]
-    if parts:
-        yield _section("Learning rate, gradient and speed", *parts)
-
-
 def _time(runs: Sequence[Run]) -> Iterator[str]:
     rows = []
     for run in runs:
@@ -152,60 +129,9 @@ def _time(runs: Sequence[Run]) -> Iterator[str]:
         "given this compute time and this lane; what the rank waited for data is added. It has no row for strategies "
         "that average. Stock methods cannot tell their parts."
     )
-    along = [
-        f"<h3>{text(run.name)}, along the run</h3>\n"
-        + _chart(f"parts-{index}", "parts of an update along the run", small=True)
-        for index, run in enumerate(runs)
-        if run.columns and len(run.columns["step"])
-    ]
     yield _section(
         "Where an update's time goes",
         f"<p class=note>{note}</p>",
         _chart("time", "compute, exposed communication and waiting for data", small=True),
         _table(Table(title="", headings=headings, rows=rows)),
-        *along,
     )
-
-
-def _averages(runs: Sequence[Run]) -> Iterator[str]:
-    parts = [
-        f"<h3>{text(run.name)}</h3>\n"
-        + _chart(f"averages-{index}", "noise, divergence and interval along the run", small=True)
-        for index, run in enumerate(runs)
-        if run.columns and np.isfinite(run.columns["noise"]).any()
-    ]
-    if parts:
-        note = (
-            "What averages found: the standard deviation of the noise per coordinate of the mean gradient, how far "
-            "replicas were from their mean, and the interval that was chosen. A zero has no place here."
-        )
-        yield _section("Noise and averages", f"<p class=note>{note}</p>", *parts)
-
-
-def _input(runs: Sequence[Run]) -> Iterator[str]:
-    parts = []
-    for index, run in enumerate(runs):
-        if not (run.columns and len(run.columns["step"])):
-            continue
-        fresh, echoed, waited = (np.nansum(run.columns[name]) for name in ("fresh", "echoed", "wait_seconds"))
-        parts.append(
-            f"<p>{text(run.name)}: rank 0 took {fresh:,.0f} fresh batches, used {echoed:,.0f} again, and waited "
-            f"{waited:,.2f} s for data.</p>"
-        )
-        if echoed > 0:
-            parts.append(_chart(f"input-{index}", "fresh and echoed batches", small=True))
-    if parts:
-        yield _section("Fresh and echoed batches", *parts)
-
-
-def _memory(folders: Sequence[Contents]) -> Iterator[str]:
-    parts = [
-        f"<h3>{text(folder.name)}</h3>\n" + _chart(f"memory-{index}", "memory along the run", small=True)
-        for index, folder in enumerate(folders)
-        if folder.runs[0].memory
-    ]
-    if parts:
-        note = (
-            "The most that the process of rank 0 had resident until then, or that was allocated on its GPU."
-        )
-        yield _section("Memory", f"<p class=note>{note}</p>", *parts)

@@ -8,7 +8,6 @@ from torch import nn
 
 from stretto.errors import ConfigError
 from stretto.fields import field_types, is_count, unknown_name
-from stretto.noise import Noise
 from stretto_lab.peers.peer import NoOptions, Peer
 from stretto_lab.peers.stock import (
     Compute,
@@ -42,7 +41,6 @@ def make_peer(
     *,
     clip_norm: float | None = None,
     scheduler: Any = None,
-    noise: Noise | None = None,
     **options: Any,
 ) -> Peer:
     """Set up a stock method over all ranks of the job; all ranks must call.
@@ -54,7 +52,6 @@ def make_peer(
         micro_batches: Per rank and update.
         clip_norm: Limit of the gradients' global norm; None does not clip.
         scheduler: Turned at every update; None leaves it to the caller.
-        noise: Added to what each rank holds of the mean gradient; that of averages is left out.
         options: Of that record.
 
     Raises:
@@ -80,7 +77,6 @@ def make_peer(
         micro_batches,
         clip_norm=clip_norm,
         scheduler=scheduler,
-        noise=noise,
         options=record(**options),
     )
 

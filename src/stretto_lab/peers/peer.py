@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from stretto.echo.statistics import InputStatistics
-from stretto.engine.noisy import add_noise, generator_of
 from stretto.engine.round import Weighed, weighed
 from stretto.errors import ConfigError
 from stretto.groups import SoloGroup, ThrottledGroup, private_group, release
 from stretto.groups.collectives import method_of
-from stretto.noise import Noise
 from stretto.optimizer import learning_rate
 from stretto.records import Incident, Update
 
@@ -59,7 +57,6 @@ class Peer:
         *,
         clip_norm: float | None = None,
         scheduler: Any = None,
-        noise: Noise | None = None,
         options: Any = None,
     ) -> None:
         """Wrap `model`; `options` is an `options_type`, all else and the errors are those of `make_peer`."""
@@ -72,7 +69,6 @@ class Peer:
         self.micro_batches = micro_batches
         self.clip_norm = clip_norm
         self.scheduler = scheduler
-        self.noise = noise
         self._on_update: Callable[[Update], None] | None = None
         self.group = private_group()
         self.steps = 0
@@ -250,22 +246,10 @@ class Peer:
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(scale)
-        if self.noise is not None:
-            self._hit(self.noise, [parameter.grad for parameter in parameters if parameter.grad is not None])
         if self.clip_norm is None:
             return math.nan
         norm: Any = nn.utils.clip_grad_norm_(parameters, self.clip_norm)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # FSDP2 gives a DTensor
-
-    def _hit(self, noise: Noise, gradients: list[Any]) -> None:
-        """Add the noise of this update to what this rank holds of the mean gradient."""
-        variance = noise.variance_at(self.steps + 1)
-        if not noise.hits(self.rank) or not (variance or noise.mean):
-            return
-        generator = generator_of(noise, "gradient", self.rank, self.steps, gradients[0].device)
-        for gradient in gradients:
-            own = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # FSDP2 gives a DTensor
-            add_noise(own, noise.mean, variance, generator)
 
     def _record(self, totals: "Totals", norm: float, learning_rates: tuple[float, ...]) -> Update:
         now, sent = time.monotonic(), self.sent_bytes

@@ -13,15 +13,13 @@ from types import MappingProxyType
 from typing import Any
 
 from stretto.engine import Clock, Options
-from stretto.errors import ConfigError, UnknownName
+from stretto.errors import ConfigError
 from stretto.exchange import Wire, wire_by_name
 from stretto.fields import (
     Readers,
-    did_you_mean,
     field_types,
     named_settings,
     read_settings,
-    read_value,
     split_settings,
     unknown_name,
 )
@@ -66,21 +64,6 @@ def parse_clock(text: str) -> Clock:
 def split_list(text: str) -> tuple[str, ...]:
     """Cut "ddp,acco:clock=1,8" into two: a comma before a digit belongs to a clock."""
     return tuple(part.strip() for part in re.split(r",(?!\d)", text) if part.strip())
-
-
-def parse_learning_rates(text: str) -> dict[str, float]:
-    """Read "acco=2e-3,wp=1e-3".
-
-    Raises:
-        ConfigError: Anything else.
-    """
-    pairs = [arm.rpartition("=") for arm in split_list(text)]
-    try:
-        if all(arm for arm, _, _ in pairs):
-            return {arm: read_value(rate, float) for arm, _, rate in pairs}
-    except ConfigError as error:
-        raise ConfigError(f"cannot read the learning rates {text!r}: {error}") from error
-    raise ConfigError(f"cannot read the learning rates {text!r}: expected ARM=RATE, as acco=2e-3,wp=1e-3")
 
 
 def parse_wire(text: str) -> str:
@@ -225,27 +208,13 @@ def peer_of(name: str) -> Callable[..., Peer]:
     return PEERS[name]
 
 
-def parse_arms(texts: Sequence[str], learning_rates: Mapping[str, float]) -> list[Arm]:
-    """Read all arms; `learning_rates` by arm or strategy are for those that set none of their own.
+def parse_arms(texts: Sequence[str]) -> list[Arm]:
+    """Read all arms.
 
     Raises:
-        UnknownName: No such strategy or setting; or a learning rate for an arm that does not run.
+        UnknownName: No such strategy or setting.
         ConfigError: A value cannot be read or cannot be, or two arms are the same.
     """
     if len(set(texts)) < len(texts):
         raise ConfigError(f"an arm stands twice in {', '.join(texts)}; use repeats to run all of them again")
-    arms = [parse_arm(text) for text in texts]
-    known = {arm.text for arm in arms} | {arm.name for arm in arms}
-    if unknown := sorted(set(learning_rates) - known):
-        raise UnknownName(
-            f"learning rates for {', '.join(unknown)}, which does not run; there are {', '.join(texts)}"
-            f"{did_you_mean(unknown[0], known)}"
-        )
-    return [_with_default_rate(arm, learning_rates) for arm in arms]
-
-
-def _with_default_rate(arm: Arm, learning_rates: Mapping[str, float]) -> Arm:
-    rate = learning_rates.get(arm.text, learning_rates.get(arm.name))
-    if rate is None or "lr" in arm.settings:
-        return arm
-    return dataclasses.replace(arm, settings={**arm.settings, "lr": rate})
+    return [parse_arm(text) for text in texts]

@@ -47,7 +47,7 @@ def compare(
         ConfigError: The settings of an arm contradict each other; no run has begun.
         WorkerFailed: A rank failed.
     """
-    arms = parse_arms(comparison.strategies, comparison.learning_rates)
+    arms = parse_arms(comparison.strategies)
     for arm in arms:
         check_run(_run_of(arm, comparison, 0), ranks.world_size)
     device = device_of(comparison.device, 0, ranks.local_world_size)

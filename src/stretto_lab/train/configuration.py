@@ -275,8 +275,6 @@ class CompareConfig(Job[TaskT]):
     """Times that every arm runs; one round of all arms after the other, and the seed grows by one each time."""
     out: str = "runs/comparison"
     """Folder for compare.json; it is written anew after every run."""
-    learning_rates: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Learning rates by arm or strategy; as acco=2e-3,wp=1e-3. Others take the recipe's."""
     faults: tuple[Fault, ...] = ()
     """Damage done on purpose in every run: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3, or
     with rank=all; see the page guards."""
@@ -289,4 +287,4 @@ class CompareConfig(Job[TaskT]):
         check_at_least(self, repeats=1)
         if not self.strategies:
             raise ConfigError("strategies is empty: a comparison needs at least one strategy")
-        parse_arms(self.strategies, self.learning_rates)
+        parse_arms(self.strategies)

@@ -1,28 +1,24 @@
 """What the training loop holds: `DataParallel` or a stock method with the same interface, as a run says."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Any, Literal, Protocol, Self, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from stretto.engine import Clock, Options, Total
-from stretto.engine.round import Weighed
 from stretto.errors import ConfigError
 from stretto.exchange import check_nodes
 from stretto.groups import Link, SoloGroup
 from stretto.guards.text import parse_guards
 from stretto.parallel import DataParallel
-from stretto.records import Incident, Update
 from stretto_lab.faults import Application, FaultPlan, FaultyGroup, Injector, strike_memory
 from stretto_lab.patience import waiting
-from stretto_lab.peers import make_peer
+from stretto_lab.peers import Peer, make_peer
 from stretto_lab.recipes import OverFiles
 from stretto_lab.train.arms import parse_arm, peer_of
 from stretto_lab.train.budget import Budget, budget_of
@@ -32,51 +28,8 @@ from stretto_lab.train.rates import strategy_of
 Batch = TypeVar("Batch")
 
 
-class Handle(Protocol):
-    """The part of `DataParallel` that the training loop uses; the names mean what they mean there."""
-
-    model: nn.Module
-    """Its forward pass gives the loss."""
-    late_incidents: tuple[Incident, ...]
-    """Found by `finish`, after the last update."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def sent_bytes(self) -> int: ...
-
-    def feed(
-        self,
-        loader: Iterable[Batch],
-        updates: int | None = None,
-        until: Literal["any", "all"] = "any",
-        on_update: Callable[[Update], None] | None = None,
-    ) -> Iterator[Batch]: ...
-
-    def micro_batch(
-        self, loss_function: Callable[[Batch], Tensor | Weighed], batch: Batch
-    ) -> Update | None: ...
-
-    def settled(self) -> AbstractContextManager[None]: ...
-
-    def stop(self) -> None: ...
-
-    def end(self) -> None: ...
-
-    def finish(self) -> list[Update]: ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+Handle = DataParallel | Peer
+"""What the training loop holds: names mean the same in both."""
 
 
 def open_handle(
@@ -113,7 +66,6 @@ def open_handle(
             run.micro_batches,
             clip_norm=run.clip_norm,
             scheduler=scheduler,
-            noise=_options(run).noise,
             **arm.options,
         )
     micro_batches: int | Total | Clock = run.micro_batches if run.clock is None else run.clock
@@ -158,8 +110,8 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
         with waiting("reading the data"):
             run.task.check()
     arm = parse_arm(run.strategy)
-    if not arm.is_ours and (run.faults or (run.noise is not None and run.noise.averages)):
-        what = "faults strike" if run.faults else "noise hits averages of"
+    if not arm.is_ours and (run.faults or run.noise is not None):
+        what = "faults strike" if run.faults else "noise hits"
         raise ConfigError(f"{arm.name}: {what} our own strategies only; leave out the one or the other")
     if run.slow and not arm.is_ours:
         raise ConfigError(

@@ -157,11 +157,6 @@ class Loop:
         self._saves = saves
         self._losses = losses
 
-    def tell_of_beginning(self) -> None:
-        """Tell observers that training begins."""
-        for observer in self._observers:
-            observer.begins(self)
-
     def run(self) -> None:
         """Train to the end of the plan, and commit what is left."""
         loss_function = partial(self.task.loss, self.handle.model)

@@ -11,16 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, TypeVar
-
-import torch
 
 from stretto.errors import WorkerFailed
 from stretto_lab.lifeline import end_with_parent
@@ -151,65 +149,6 @@ def supervised(*preload: str, lands: bool = False) -> Iterator[Workers]:
             raise
         finally:
             workers.end()
-
-
-def results_on_workers(
-    function: Callable[[Given], Found],
-    jobs: Sequence[Given],
-    num_workers: int,
-    *preload: str,
-    patience: float | None = None,
-) -> Iterator[tuple[int, Found] | None]:
-    """Yield the number of every job and `function(job)`, as they come; processes take one job after the other.
-
-    Args:
-        function: Importable; jobs and results are picklable.
-        jobs: What it is called with.
-        num_workers: How many processes.
-        preload: Modules that are imported once for all of them.
-        patience: Seconds without a result after which None is yielded; None waits.
-
-    Raises:
-        WorkerFailed: A process ended, or `function` raised; the others have ended too.
-    """
-    waiting = iter(enumerate(jobs))
-    with supervised(*preload) as workers:
-        started = [workers.start(_serve, function) for _ in range(min(num_workers, len(jobs)))]
-        busy = {worker.pipe: worker for worker in started if _hand_over(worker, waiting)}
-        while busy:
-            ready = wait(list(busy), timeout=patience)
-            if not ready:
-                yield None
-            for worker in [worker for pipe, worker in busy.items() if pipe in ready]:
-                del busy[worker.pipe]
-                index, result, trouble = worker.receive()
-                if trouble is not None:
-                    raise WorkerFailed(f"job {index} of {len(jobs)}: {trouble}")
-                if _hand_over(worker, waiting):
-                    busy[worker.pipe] = worker
-                yield index, result
-
-
-def _hand_over(worker: Worker, waiting: Iterator[tuple[int, Any]]) -> bool:
-    """Give a worker the next job; return whether there was one."""
-    job = next(waiting, None)
-    if job is not None:
-        with suppress(BrokenPipeError):  # it has died; who receives from it is told
-            worker.pipe.send(job)
-    return job is not None
-
-
-def _serve(pipe: Connection, function: Callable[[Any], Any]) -> None:
-    """Do jobs until the process is killed: the body of a process of `results_on_workers`."""
-    torch.set_num_threads(1)  # the processes share the cores
-    while True:
-        index, job = pipe.recv()
-        result, trouble = None, None
-        try:
-            result = function(job)
-        except Exception as error:
-            trouble = f"{type(error).__name__}: {error}"
-        pipe.send((index, result, trouble))
 
 
 def _context(preload: Sequence[str]) -> ForkServerContext:

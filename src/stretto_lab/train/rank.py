@@ -297,7 +297,6 @@ def _begin_together(context: RankContext) -> None:
 
 def _train(run: RunConfig[TaskT], loop: Loop, context: RankContext) -> Outcome:
     """Train, from the first evaluation to the last, or to a stop signal."""
-    loop.tell_of_beginning()
     if not loop.totals.evaluations:
         loop.evaluate()
     loop.run()
