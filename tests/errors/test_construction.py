@@ -174,7 +174,11 @@ SETTINGS: list[Row] = [
         *(
             (
                 {"strategy": strategy, "micro_batches": 2, "wire": "int2"},
-                (f"Options(wire='int2'): strategy {strategy.name} sends gradients", "expected 'rotated2'", "average"),
+                (
+                    f"Options(wire='int2'): strategy {strategy.name} sends gradients",
+                    "expected 'rotated2'",
+                    "average",
+                ),
             )
             for strategy in (st.ACCO(), st.PAFTSync(4))
         ),
