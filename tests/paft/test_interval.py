@@ -88,7 +88,7 @@ def drawn(seed: int) -> Case:
         optimizer=draw.choice(list(OPTIMIZERS)),
         state=draw.random() < 0.3,
         overlap=draw.random() < 0.3,
-        wire=draw.choice(["fp32", "bf16", "int8", "int2", "int2"]),
+        wire=draw.choice(["fp32", "bf16", "int8", "int4", "int4"]),
         clip=draw.choice([None, None, 0.05]),
         weight=draw.choice([1.0, 7.0, 512.0]),
         seed=seed,
