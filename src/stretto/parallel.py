@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal, Never, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Never, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -165,7 +165,8 @@ class DataParallel:
             updates: End when so many updates have been committed since the job began (`steps`), and commit none
                 behind; None goes on to the end of the data.
             until: End when any rank's data have ended, or when all ranks' have.
-            on_update: Called with every update that is committed from the first batch to the end, on all ranks alike.
+            on_update: Called with every update that is committed from the first batch to the end, on all ranks alike,
+                except where ranks step alone between averages and have unequal numbers of batches.
                 The loop's body does not see those that land in here: evaluate and save in this function where ranks
                 may have unequal numbers of batches.
 
@@ -413,6 +414,18 @@ class DataParallel:
         """Tell all ranks that this one ends because of `error`, and end the job here."""
         misuse.check_exception(error)
         self._compute.lifetime.fail(error, is_users=True)  # one of the library's has ended the job before
+
+    if not TYPE_CHECKING:  # checkers go on finding typing errors
+
+        def __call__(self, *_: object, **__: object) -> Never:
+            raise misuse.of_another_wrapper("forward", self._compute.where)
+
+        def __getattr__(self, name: str) -> Never:
+            if name in misuse.DIALECTS:
+                raise misuse.of_another_wrapper(name, self._compute.where)
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
+            )
 
     def __reduce_ex__(self, _: object) -> Any:
         raise misuse.job_copied()

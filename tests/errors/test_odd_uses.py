@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import stretto as st
 from stretto import checkpoint
-from stretto.errors import Finished, StrettoError
+from stretto.errors import Finished, StrettoError, UsageError
 from stretto.strategies import STRATEGIES as EVERY
 from tests.draws import FIRST_SEED, draws
 from tests.processes import run_ranks
@@ -270,3 +270,15 @@ def of_two_ranks(rank: int) -> None:
 def test_on_two_ranks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_ranks(2, of_two_ranks)
+
+
+@pytest.mark.parametrize(
+    "name", ["step", "module", "no_sync", "train", "parameters", "clip_grad_norm_", "prepare"]
+)
+def test_what_other_wrappers_have_says_what_to_write(name: str) -> None:
+    parallel: Any = Job("acco").parallel
+    with pytest.raises(UsageError, match=r"rank 0, after step 0: .* as other wrappers have: "):
+        getattr(parallel, name)
+    with pytest.raises(UsageError, match="call the model itself"):
+        parallel(torch.ones(2, 3))
+    assert not hasattr(parallel, name)

@@ -237,6 +237,34 @@ def estimate_left(where: object) -> EstimateShown:
     )
 
 
+DIALECTS = {
+    "forward": "call the model itself, model(batch)",
+    "module": "the model is bare",
+    "step": "leave it out: parallel.backward(loss) steps after micro_batches of them, parallel.commit() earlier",
+    "zero_grad": "leave it out: the library sets gradients to zero",
+    "no_sync": "leave it out, with DataParallel(micro_batches=...)",
+    "join": "leave it out: feed(loader, until='all') counts every batch of every rank",
+    "train": "call model.train()",
+    "eval": "call model.eval(), or parallel.evaluate(function)",
+    "parameters": "call model.parameters()",
+    "to": "bring the model to its device and dtype before it is wrapped",
+    "clip_grad_norm_": "leave it out, with Options(clip_norm=...)",
+    "save_checkpoint": "call stretto.checkpoint.save(parallel, folder)",
+    "load_checkpoint": "call stretto.checkpoint.load(parallel, folder)",
+    "prepare": "leave it out: hand the bare model, optimizer and scheduler to DataParallel",
+}
+"""What to write for what the wrappers of DDP, Accelerate and DeepSpeed have."""
+
+
+class OfAnotherWrapper(UsageError, AttributeError):
+    """An attribute that wrappers of other libraries have; `hasattr` does not find it."""
+
+
+def of_another_wrapper(name: str, where: object) -> OfAnotherWrapper:
+    """Somebody asks for an attribute of `DIALECTS`, or calls the job as a model."""
+    return OfAnotherWrapper(f"{where}: DataParallel has no {name!r} as other wrappers have: {DIALECTS[name]}")
+
+
 def optimizer_state_read(where: object) -> UsageError:
     """The state of an optimizer is asked for, or to be loaded, which is not there."""
     return UsageError(
