@@ -10,6 +10,7 @@ from stretto import (
     ACCO,
     DDP,
     DPU,
+    AtRest,
     Average,
     DiLoCo,
     LocalSGD,
@@ -56,17 +57,26 @@ CASES = {
     "local, state averaged, sgd": job(LocalSGD(rate=0.5, state=True), optimizer="sgd"),
     "local, by coin": job(LocalSGD(rate=0.5, plan="bernoulli", state=True)),
     "average": job(Average(every=3, fragments=1, delay=2), options={}, updates=6),
-    "diloco": job(DiLoCo(interval=4, delay=2, mix=0.25), options={}, updates=7),
-    "diloco, int4 wire": job(DiLoCo(interval=4, delay=2), options={"wire": "int4"}, updates=7),
+    "diloco": job(DiLoCo(interval=3, delay=2, mix=0.25), options={}, updates=7),
+    "diloco, int4 wire": job(DiLoCo(interval=3, delay=2), options={"wire": "int4"}, updates=7),
     "diloco, fragments": job(DiLoCo(interval=4, fragments=2, delay=1), options={"wire": "bf16"}, updates=7),
     "diloco, progress kept": job(
-        DiLoCo(interval=4, delay=2, keep_progress=True), options={"wire": "int8"}, updates=7
+        DiLoCo(interval=3, delay=2, keep_progress=True), options={"wire": "int8"}, updates=7
     ),
-    "diloco, nodes": job(DiLoCo(interval=4, delay=2, mix=0.25, worker="node"), options=NODES, updates=7),
+    "diloco, nodes": job(DiLoCo(interval=3, delay=2, mix=0.25, worker="node"), options=NODES, updates=7),
     "diloco, nodes, int4 wire": job(
-        DiLoCo(interval=4, delay=2, worker="node"), options={**NODES, "wire": "int4"}, updates=7
+        DiLoCo(interval=3, delay=2, worker="node"), options={**NODES, "wire": "int4"}, updates=7
     ),
     "local, nodes": job(LocalSGD(rate=0.25, state=True, worker="node"), options=NODES, updates=5),
+    **{
+        f"{strategy.name}, rotated wire, guards": job(
+            strategy, options={"wire": "rotated2"}, guards=(AtRest(),), updates=5
+        )
+        for strategy in (
+            *(DDP(), ZeRO1(), DPU(), WeightPrediction(), ACCO(), LocalSGD(rate=0.5), DiLoCo(interval=2)),
+            *(DiLoCo(interval=3, delay=1), PAFTSync(interval=2), PAFTDyn(first=2)),
+        )
+    },
     "paft-sync": job(PAFTSync(interval=4), **APART),
     "paft-sync, state averaged": job(PAFTSync(interval=4, state=True), **APART),
     "paft-dyn": job(PAFTDyn(first=2, maximum=9), **APART),
@@ -81,7 +91,7 @@ def test_every_strategy_is_held() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_go_on_to_the_bit(name: str) -> None:
-    """From the start and from the middle; where something travels, from before, while and behind."""
+    """From the start and from the middle; where something travels, from before, while and behind; undamaged."""
     chosen = CASES[name]
     ranks = 3 if chosen.damage else 4 if chosen.options.ranks_per_node else 2
     # Saved at the second update, a job would go on without the damage that comes behind it.

@@ -66,6 +66,7 @@ def test_every_rank_names_the_rank_and_the_step(index: int) -> None:
     for rank, (_, messages) in enumerate(observed()):
         assert messages[index].startswith(f"rank {rank}, step 2, round ")
         assert "the loss is not finite on ranks [1]" in messages[index]
+        assert "nonfinite='skip'" in messages[index]
 
 
 @every_strategy

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 import stretto
-from stretto import checkpoint
 from stretto.exchange import WIRES, Exchange, Publication, Rotated
 from stretto.exchange.rotated import normal_levels
 from stretto.flat import Layout
@@ -211,28 +210,6 @@ class Trained:
     def end(self) -> list[Tensor]:
         self.parallel.finish()
         return [parameter.detach().clone() for parameter in self.model.parameters()]
-
-
-@pytest.mark.parametrize("strategy", [*SUMMING, "diloco"])
-def test_a_job_that_goes_on_from_a_checkpoint_draws_what_it_would_have_drawn(
-    strategy: str, tmp_path: Path
-) -> None:
-    def saved(rank: int, group: Any) -> list[Tensor]:
-        job = Trained(rank, group, strategy, wire="rotated2")
-        job.train(5)
-        checkpoint.save(job.parallel, tmp_path, extra=job.count)
-        job.train(9)
-        return job.end()
-
-    def resumed(rank: int, group: Any) -> list[Tensor]:
-        job = Trained(rank, group, strategy, wire="rotated2")
-        job.count = checkpoint.load(job.parallel, tmp_path).extra
-        job.train(9)
-        return job.end()
-
-    ends = [VirtualCluster(3).run(program).values for program in (saved, resumed)]
-    for before, after in zip(*ends, strict=True):
-        assert all(map(torch.equal, before, after))
 
 
 @pytest.mark.parametrize("strategy", [*SUMMING, "diloco"])

@@ -4,7 +4,6 @@ import torch.distributed as dist
 
 from stretto.errors import CommunicationError
 from stretto.groups.collective_group import SoloGroup
-from stretto.groups.collectives import method_of
 
 
 def values() -> torch.Tensor:
@@ -24,30 +23,6 @@ def test_siblings_share_nothing() -> None:
     group = SoloGroup()
     group.get_group_store().set("key", "value")
     assert not group.private().get_group_store().check(["key"])
-
-
-@pytest.mark.parametrize(
-    "collective",
-    [
-        lambda group, output, input: group._allgather_base(output, input),
-        lambda group, output, input: group._reduce_scatter_base(output, input),
-        lambda group, output, input: method_of(group, "all_to_all_single")(output, input, [], []),
-        lambda group, output, input: group.allgather([output], input),
-    ],
-)
-def test_the_output_is_the_input_by_every_name_that_torch_uses(collective) -> None:  # noqa: ANN001 (a lambda per name)
-    output = torch.empty(6)
-    work = collective(SoloGroup(), output, values())
-    assert work.is_completed()
-    assert torch.equal(output, values())
-
-
-def test_reductions_and_broadcasts_leave_the_tensor_alone() -> None:
-    tensor = values()
-    for collective in (SoloGroup().allreduce, SoloGroup().broadcast):
-        assert collective([tensor]).result()[0] is tensor
-        assert collective(tensor).wait()
-    assert torch.equal(tensor, values())
 
 
 @pytest.mark.parametrize("output", [torch.empty(5), torch.empty(6, dtype=torch.bfloat16)])

@@ -114,38 +114,6 @@ def test_what_cannot_be_mended_is_not_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name[0] != "."] == ["000001-step-1"]
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [st.LocalSGD(rate=0.3), st.PAFTSync(interval=2), st.DiLoCo(interval=2), st.DiLoCo(interval=3, delay=1)],
-    ids=repr,
-)
-def test_what_ranks_hold_for_themselves_is_no_damage_after_a_resume(
-    strategy: st.Strategy, tmp_path: Path
-) -> None:
-    def train(rank: int, group: VirtualGroup) -> list[Seen]:
-        whole = Struck(rank, group, strategy)
-        draws = {}
-        for saved_at in (1, 2, 3):
-            whole.train_to(saved_at)
-            checkpoint.save(whole.parallel, tmp_path / f"{saved_at}")
-            draws[saved_at] = whole.job._generator.get_state()
-        whole.train_to(5)
-        seen = [whole.end()]
-        for saved_at, state in draws.items():
-            resumed = Struck(rank, group, strategy)
-            checkpoint.load(resumed.parallel, tmp_path / f"{saved_at}")
-            resumed.job._generator.set_state(state)
-            resumed.train_to(5)
-            seen.append(resumed.end())
-        return seen
-
-    for whole, *resumed in on_all(train):
-        assert whole.incidents == []
-        for one in resumed:
-            assert same(whole.final, one.final)
-            assert one.incidents == []
-
-
 @STRATEGIES
 def test_what_comes_from_a_checkpoint_is_sealed_anew(strategy: st.Strategy, tmp_path: Path) -> None:
     def train(rank: int, group: VirtualGroup, damaged: bool) -> tuple[Seen, Seen]:

@@ -1,7 +1,6 @@
 """Running statistics where ranks step alone: each rank's own are in their mean, once, whatever comes between."""
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 import stretto as st
-from stretto import checkpoint
 from stretto_lab.virtual import VirtualCluster
 from tests.draws import seeds
 
@@ -104,30 +102,3 @@ def test_a_round_that_is_left_out_takes_nothing_else_with_it(seed: int) -> None:
     for rank, (own, averaged) in enumerate(found):
         assert (own[2:] - alone(rank, length - 1)).abs().max() < ROUNDING
         assert (averaged[2:] - mean).abs().max() < ROUNDING
-
-
-@pytest.mark.parametrize("seed", seeds(8))
-def test_a_checkpoint_gives_every_rank_its_own_back(seed: int, tmp_path: Path) -> None:
-    draw = random.Random(seed)
-    strategy, saved_at, bad = drawn(draw), draw.randrange(1, UPDATES - 2), draw.randrange(UPDATES)
-
-    def program(rank: int, group: Any) -> list[Tensor]:
-        parallel, found = new_job(strategy, group), []
-        for step in range(UPDATES):
-            if step == saved_at:
-                checkpoint.save(parallel, tmp_path)
-            train(parallel, rank, step, is_bad=rank == 1 and step == bad)
-            found.append(statistics(parallel.model))
-        return found[saved_at:]
-
-    def resumed(rank: int, group: Any) -> list[Tensor]:
-        parallel, found = new_job(strategy, group), []
-        assert checkpoint.load(parallel, tmp_path).notes == ()
-        for step in range(saved_at, UPDATES):
-            train(parallel, rank, step, is_bad=rank == 1 and step == bad)
-            found.append(statistics(parallel.model))
-        return found
-
-    expected, found = (VirtualCluster(RANKS).run(one).values for one in (program, resumed))
-    for rank in range(RANKS):
-        assert torch.equal(torch.stack(found[rank]), torch.stack(expected[rank]))

@@ -298,6 +298,10 @@ def _goes_on(job: Job, folder: str, saved_at: Sequence[int] | None, *seat: Any) 
     for step in range(len(straight.returned)) if saved_at is None else saved_at:
         resumed = train(job, *seat, source=Path(folder, f"{step}"))
         found += resumed.differs_from(straight, f"resumed after update {step}", after=step)
+        if job.damage is None:
+            found += [
+                f"resumed after update {step}: expected no incident, found {one}" for one in resumed.incidents
+            ]
     return found
 
 
