@@ -73,7 +73,7 @@ CASES = {
             strategy, options={"wire": "rotated2"}, guards=(AtRest(),), updates=5
         )
         for strategy in (
-            *(DDP(), ZeRO1(), DPU(), WeightPrediction(), ACCO(), LocalSGD(rate=0.5), DiLoCo(interval=2)),
+            *(DDP(), ZeRO1(), DPU(), WeightPrediction(), ACCO(), LocalSGD(rate=0.5)),
             *(DiLoCo(interval=3, delay=1), PAFTSync(interval=2), PAFTDyn(first=2)),
         )
     },
