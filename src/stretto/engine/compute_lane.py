@@ -319,7 +319,8 @@ class ComputeLane:
         self, weight: float, loss: Tensor | None, samples: int, fresh_samples: int, lacks: bool = False
     ) -> Update | None:
         """Count one micro-batch whose gradients have arrived, unless it may lack any; close and land full rounds."""
-        check_unfed(sum(self.quota.minima) if self.quota.is_fixed else None, self.where)
+        if not self.num_counted:
+            check_unfed(sum(self.quota.minima) if self.quota.is_fixed else None, self.where)
         self.take_off_if_ready()
         if weight > 0 and not (self.accumulation.has_arrived or lacks):
             self.model.check_complete(self.where)
