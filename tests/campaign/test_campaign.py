@@ -35,6 +35,7 @@ def struck(task: TaskConfig, drawn: DrawnFault) -> Judgement:
     return strike((drawn, golden_runs(task, drawn.job, 0)))
 
 
+@pytest.mark.long
 def test_a_campaign_keeps_every_promise_and_its_faults_come_out_the_same_again() -> None:
     judgements, alarms = campaign(WIDE, 3, clean_rounds=3)
     assert alarms == []

@@ -94,6 +94,7 @@ def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in path.glob("*.distcp"))
 
 
+@pytest.mark.long(keep=1)
 @every_strategy
 def test_a_save_holds_its_records_twice_at_most_and_nothing_once_it_has_returned(
     name: str, tmp_path: Path
@@ -107,6 +108,7 @@ def test_a_save_holds_its_records_twice_at_most_and_nothing_once_it_has_returned
     assert held.peak < 2 * size_of(path) + SLACK
 
 
+@pytest.mark.long(keep=1)
 @every_strategy
 def test_a_save_beside_training_lets_go_of_its_copy_once_the_files_are_written(
     name: str, tmp_path: Path

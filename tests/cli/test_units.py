@@ -41,6 +41,7 @@ def test_a_text_for_users_names_no_file_of_the_repository_and_no_second_unit_of_
     assert [(line, text) for line, text in texts if re.search(r"\b[kMG]i?B(?:yte)?/s\b", text)] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["digits-resnet"])
 def test_every_loss_that_a_command_prints_has_its_unit(
     recipe: str, capfd: pytest.CaptureFixture[str]

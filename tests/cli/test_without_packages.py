@@ -18,7 +18,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", HIDDEN, *words], capture_output=True, text=True)
 
 
-@pytest.mark.long(keep=1)
+@pytest.mark.long
 @pytest.mark.parametrize("words", ["--help", "--version", "simulate digits-resnet --updates 1"])
 def test_the_rest_works(words: str) -> None:
     done = command(*words.split())

@@ -59,6 +59,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("words", OVER_FILES, ids=" ".join)
 def test_a_command_over_files_trains_with_less_of_everything(
     words: list[str], files: Path, monkeypatch: pytest.MonkeyPatch

@@ -73,6 +73,7 @@ def test_two_homes_train_alike() -> None:
     assert (hidden.strategy, hidden.wire) == (launched.strategy, launched.wire) == ("acco", "rotated2")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("files")
 def test_a_flip_on_an_unreliable_machine_is_found_and_leaves_no_trace() -> None:
     tuned, rehearsed = runs("unreliable")

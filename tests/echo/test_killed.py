@@ -66,7 +66,7 @@ def train(rank: int, folder: str, strategy: str, seeded: bool, dies_at: int | No
     return Run(used, weights.numpy().tobytes())
 
 
-@pytest.mark.long(keep=1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "seeded", "dies_at"),
     [("ZeRO1", True, 5), ("ACCO", True, 6), ("ZeRO1", False, 9)],

@@ -174,6 +174,7 @@ def doubles(seen: Seen) -> list[tuple[int, int]]:
     return sorted({one for one in seen if seen.count(one) > 1})
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_no_batch_meets_the_same_parameters_twice(block: int, tmp_path: Path) -> None:
     echoes, seeds = 0, draws(CASES)[block::BLOCKS]
@@ -283,6 +284,7 @@ def use(seed: int, *, knows: bool) -> Seen:
     return seen
 
 
+@pytest.mark.long
 def test_whatever_a_loader_says_of_its_length_the_same_batches_meet_the_same_parameters_and_once() -> None:
     for seed in draws(100):
         without = use(seed, knows=False)

@@ -179,6 +179,7 @@ def train_plainly(model: nn.Module) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.long(keep=6)
 @pytest.mark.parametrize("seed", seeds(120))
 def test_a_copy_of_the_model_equals_a_plain_one_and_is_independent_of_the_job(seed: int) -> None:
     one_case(seed, 0)

@@ -217,6 +217,7 @@ def test_wherever_and_whenever_the_model_is_damaged_the_result_is_that_of_the_un
             assert all(map(torch.equal, ours, theirs))
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("through_data", [False, True])
 def test_hook_that_rewrites_its_own_gradient_counts(through_data: bool) -> None:
     def rewrite(parameter: Tensor) -> None:

@@ -48,6 +48,7 @@ def costs(seed: int, count: int) -> list[tuple[float, float, float]]:
     ]
 
 
+@pytest.mark.long
 def test_each_second_of_an_overlapping_lane_that_the_device_waited_for_is_exposed_and_no_other() -> None:
     for seed in range(40):
         name = random.Random(seed).choice(["acco", "wp", "dpu"])
@@ -105,6 +106,7 @@ def test_an_exchange_that_nothing_hides_is_exposed_whole_and_the_computing_befor
     job.parallel.finish()
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("strategy", [st.DPU(), st.WeightPrediction()])
 def test_a_clock_counts_what_the_device_has_computed_and_at_most_one_micro_batch_more(
     strategy: st.Strategy,

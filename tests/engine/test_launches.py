@@ -79,6 +79,7 @@ def launches(
     return +counted.counts
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("strategy", part(STRATEGIES), ids=str)
 def test_launches_follow_the_flat_sets(strategy: Strategy) -> None:
     draws = random.Random(3)

@@ -100,6 +100,7 @@ def on_wires() -> list[tuple[str, str]]:
     return pairs + [(name, wire) for name in OTHERS for wire in draws.sample(OF_GRADIENTS, 2)]
 
 
+@pytest.mark.long(keep=2)
 @pytest.mark.parametrize(("strategy", "wire"), part(on_wires()))
 def test_a_round_makes_the_host_wait_as_often_for_many_buckets_as_for_one(strategy: str, wire: str) -> None:
     lines = check_law(strategy, random.Random(f"{strategy} {wire}"), wire=wire)

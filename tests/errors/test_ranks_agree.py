@@ -200,6 +200,7 @@ def check_told(results: list[dict[str, Any]], name: str, *parts: str) -> None:
             assert part in str(result[name])
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_ranks_that_are_wrapped_differently_are_told_in_what(
     results: list[dict[str, Any]], name: str

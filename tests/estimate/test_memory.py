@@ -67,6 +67,7 @@ def measured(rank: int) -> list[list[float]]:
     return [[held_by(strategy, wire) for wire in WIRES] for strategy in part(STRATEGIES)]
 
 
+@pytest.mark.long
 def test_a_wire_keeps_what_the_estimate_counts() -> None:
     """Scratch for the buckets on their way comes on top, on all wires; what wires keep are multiples of 2 bytes."""
     for strategy, (plain, *held) in zip(part(STRATEGIES), run_ranks(RANKS, measured)[0], strict=True):

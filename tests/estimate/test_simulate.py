@@ -57,6 +57,7 @@ class Wide:
         )
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("seed", seeds(20))
 def test_a_random_job_takes_as_long_as_in_a_simulation(seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)

@@ -26,6 +26,7 @@ ARMS = (
 )
 
 
+@pytest.mark.long(keep=2)
 @pytest.mark.parametrize("seed", seeds(24))
 def test_an_update_takes_what_it_takes_in_virtual_time(seed: int) -> None:
     draw = random.Random(seed)

@@ -99,6 +99,7 @@ def begun_inside(trace: Trace) -> int:
     return sum(any(span.start_ns < start < span.stop_ns for span in busy) for start in started)
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
 def test_every_state_of_random_jobs_is_that_of_the_unhidden_job(strategy: Strategy, wire: str) -> None:

@@ -80,6 +80,7 @@ def signs(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, 2, shape, generator=generator) * 2.0 - 1.0
 
 
+@pytest.mark.long(keep=2)
 @pytest.mark.parametrize("run", SYNCHRONOUS, ids=describe_run)
 def test_synchronous_update_equals_plain_loop(run: tuple[int, int]) -> None:
     world_size, index = run

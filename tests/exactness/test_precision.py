@@ -36,6 +36,7 @@ def observed(world_size: int) -> list[list[Observed]]:
     return [train_all(0, CASES)] if world_size == 1 else run_ranks(world_size, train_all, CASES)
 
 
+@pytest.mark.long(keep=4)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("index", range(len(CASES)), ids=map(describe, CASES))
 def test_rounded_training_equals_rounded_equations(index: int, world_size: int) -> None:

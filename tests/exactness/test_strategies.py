@@ -10,6 +10,7 @@ from tests.exactness.matrix import CASES, CASES_BY_WORLD_SIZE, CLIP_NORM, RUNS, 
 from tests.exactness.reference import trace
 
 
+@pytest.mark.long(keep=6)
 @pytest.mark.parametrize("run", RUNS, ids=describe_run)
 def test_every_state_shown_equals_the_equations(run: tuple[int, int]) -> None:
     world_size, index = run

@@ -32,6 +32,7 @@ def observed() -> list[list[Observed]]:
     return run_ranks(2, train_all, CASES)
 
 
+@pytest.mark.long(keep=3)
 @pytest.mark.parametrize("index", range(len(CASES)), ids=map(describe, CASES))
 def test_parameter_without_gradient_is_skipped_as_stock_skips_it(index: int) -> None:
     # The reference steps a stock optimizer with `.grad = None`: no decay, no momentum, no count of steps.

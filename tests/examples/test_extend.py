@@ -96,6 +96,7 @@ def test_the_guard_speaks_on_the_command_line() -> None:
     assert {tuple(record["ranks"]) for record in records("run/incidents.jsonl")} == {(1,)}
 
 
+@pytest.mark.long
 def test_the_wire_goes_on_to_the_bit_under_a_verified_exchange(load: Any) -> None:
     load("wire")
     options = Options(wire="largest", verified=True, bucket_bytes=4096, allow_unused=True)

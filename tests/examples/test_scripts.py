@@ -45,6 +45,7 @@ def test_shards_of_a_node_train_as_one_model() -> None:
     assert Path("model/.metadata").is_file()
 
 
+@pytest.mark.long
 def test_lora_sends_and_saves_the_adapters_alone() -> None:
     first, *lines, last = printed_by_ranks("lora.py", 2)
     trained, total = map(int, re.findall(r"\d+", first))

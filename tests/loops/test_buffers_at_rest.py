@@ -208,6 +208,7 @@ def trained(case: Case, ranks: int, folder: Path) -> list[Job]:
     return list(VirtualCluster(ranks).run(lambda rank, group: Job(case, rank, group, folder).train()).values)
 
 
+@pytest.mark.long(keep=2)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=IDS)
 def test_what_all_ranks_write_to_a_buffer_stays_and_is_shown_and_saved(

@@ -59,6 +59,7 @@ def draw_case(name: str, seed: int) -> Case:
     )
 
 
+@pytest.mark.long(keep=2)
 @pytest.mark.parametrize(("name", "seed"), CASES)
 def test_the_variance_of_the_mean_gradient_is_what_was_asked_for(name: str, seed: int) -> None:
     case = draw_case(name, seed)

@@ -17,6 +17,7 @@ from tests.optimizer.written import ELEMENT_WISE, WHOLE, Written
 STRATEGIES = {"zero1": ZeRO1, "ddp": DDP, "acco": ACCO}
 
 
+@pytest.mark.long(keep=12)
 @pytest.mark.parametrize(("strategy", "world_size"), [("zero1", 3), ("ddp", 2), ("acco", 1)])
 @pytest.mark.parametrize("name", [*ELEMENT_WISE, *WHOLE])
 def test_accepted_optimizer_equals_a_plain_loop(name: str, strategy: str, world_size: int) -> None:

@@ -33,6 +33,7 @@ def remount(disk: Path, option: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{option}", str(disk)], check=True)
 
 
+@pytest.mark.long
 def test_a_run_outlives_a_full_disk_and_goes_on_once_there_is_room(
     disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

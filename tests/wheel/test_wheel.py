@@ -132,6 +132,7 @@ def test_the_tutorial_and_a_model_of_own_text_work_as_typed_in_an_empty_folder(i
     assert Path("own", "model", "model.safetensors").is_file()
 
 
+@pytest.mark.long
 def test_an_installed_wheel_brings_the_command(installed: Path) -> None:
     assert run("stretto", "--help", path=installed).startswith("usage: stretto COMMAND")
 
