@@ -273,3 +273,25 @@ def test_of_several_ranks_that_differ_the_first_one_is_shown_with_its_own_value(
         RanksDisagree, match=r"found '[^']*0\.25[^']*' on rank 2 \(differing ranks: \[2, 3\]\)"
     ):
         VirtualCluster(4).run(program)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parameters_that_one_rank_freezes_alone_are_named_and_those_that_all_freeze_train_on(
+    strategy: str,
+) -> None:
+    def program(rank: int, group: VirtualGroup, freezing: list[int]) -> None:
+        model = tiny_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = st.Options(allow_unused=True)
+        parallel = st.DataParallel(
+            model, optimizer, STRATEGIES[strategy], micro_batches=2, group=group, options=options
+        )
+        for number in range(12):
+            if number == 6 and rank in freezing:
+                model[0].requires_grad_(False)
+            parallel.backward(model(torch.ones(2, 4) + rank).square().mean())
+        parallel.finish()
+
+    VirtualCluster(2).run(functools.partial(program, freezing=[0, 1]))
+    with pytest.raises(RanksDisagree, match=r"found 'frozen: .*' on rank 1"):
+        VirtualCluster(2).run(functools.partial(program, freezing=[1]))

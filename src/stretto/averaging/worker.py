@@ -20,7 +20,7 @@ from stretto.averaging.reports import alone, among
 from stretto.engine.agreement import agree
 from stretto.engine.failures import BACKEND_MARGIN_SECONDS, FailureDetector
 from stretto.engine.options import Options
-from stretto.engine.report import RankReport, RoundReport, Vote, settings_text
+from stretto.engine.report import RankReport, RoundReport, Vote
 from stretto.engine.round import Round
 from stretto.errors import ConfigError, WorkerDisagrees
 from stretto.exchange import FP32, Exchange, TwoLevelExchange
@@ -111,7 +111,7 @@ class Node(Worker):
         self.exchange.take_account(inside)
         report = RoundReport.unpack(records, len(own.used), len(own.changed))
         if not report.settings_agree:
-            texts = {"optimizer settings": settings_text(round.hyperparameters)}
+            texts = {"optimizer settings": round.settings}
             agree(inside, texts, where, first=self.ranks[0], kind=WorkerDisagrees)
         return WorkersRound(
             among(report, self.ranks[0], self.exchange.world_size),

@@ -237,6 +237,7 @@ class ComputeLane:
         self._has_failed = False  # whether the other lane has, or the wait for it
         self._opening: Pending[None] | None = None  # the work that an update does ahead of its gradients
         self._hyperparameters: Hyperparameters = []
+        self._frozen: Sequence[str] = ()
         self._incidents: list[Incident] = []
         self._exposed_seconds, self._skipped_rounds = 0.0, 0  # since the last update
         self.comm, self.replica, self.runtime = comm, comm.replica, comm.runtime
@@ -359,7 +360,10 @@ class ComputeLane:
                 self.statistics.took_off(ready.statistics)
         if self.course.at_boundary:
             self._hyperparameters = read_hyperparameters(self.model.optimizer)
-        ready = dataclasses.replace(ready, vote=self.course.vote, hyperparameters=self._hyperparameters)
+            self._frozen = self.model.frozen
+        ready = dataclasses.replace(
+            ready, vote=self.course.vote, hyperparameters=self._hyperparameters, frozen=self._frozen
+        )
         opening, self._opening = self._opening, None
         self._in_flight = self.runtime.spawn(functools.partial(self.comm.advance, ready, opening))
         if self._idle is not None:

@@ -20,7 +20,7 @@ from stretto.engine.buffers import Buffer
 from stretto.engine.departure import Departure
 from stretto.engine.likeness import Likeness
 from stretto.engine.options import Options
-from stretto.engine.report import RoundReport, settings_text
+from stretto.engine.report import RoundReport
 from stretto.engine.round import Progress, Reduction, Round, Shown
 from stretto.engine.runtime import Runtime
 from stretto.engine.statistics import average_statistics
@@ -150,7 +150,7 @@ class Replica:
         own = round.report(torn=is_torn)
         places = own.places(measured)
         if self.within is not None:
-            own, places = self.within.merge(own, places, round.hyperparameters, self.where), []
+            own, places = self.within.merge(own, places, round.settings, self.where), []
         # The host waits here, for the first time in this round, with everything on its way.
         records = self.exchange.gather_bytes(RoundReport.pack(own), places)
         return sums, RoundReport.unpack(records, len(own.used), len(own.changed))
@@ -267,7 +267,7 @@ class Replica:
 
     def refuse_settings(self, round: Round) -> None:
         """Raise `RanksDisagree`, which shows how the ranks' hyperparameters differ; all ranks must call."""
-        agree(self.exchange, {"optimizer settings": settings_text(round.hyperparameters)}, self.where)
+        agree(self.exchange, {"optimizer settings": round.settings}, self.where)
 
     def is_left_out(self, report: RoundReport, norm_squared: float, kind: type[NonFinite]) -> bool:
         """Return whether to leave this round out; the answer is the same on every rank that took part."""

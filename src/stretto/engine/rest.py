@@ -130,7 +130,9 @@ class RestingLane(ComputeLane):
         if ready.reduction is not None:
             return ready.reduction
         hyperparameters = read_hyperparameters(self.model.optimizer)
-        ready = dataclasses.replace(ready, vote=self.course.vote, hyperparameters=hyperparameters)
+        ready = dataclasses.replace(
+            ready, vote=self.course.vote, hyperparameters=hyperparameters, frozen=self.model.frozen
+        )
         reduction = self.runtime.spawn(lambda: self.replica.reduce(ready)).result()
         self.close_round(reduction)
         self.accumulation.remember()  # an exchange may leave anything in the buffer

@@ -99,12 +99,20 @@ class Round:
     """Those of which all ranks take rank 0's."""
     vote: Vote
     hyperparameters: Hyperparameters
+    frozen: Sequence[str] = ()
+    """Parameters that were frozen when the hyperparameters were read."""
     reduction: "Reduction | None" = None
     """The result, if a checkpoint had the gradients exchanged before take-off."""
     incidents: Sequence[Incident] = ()
     """What was found on the compute lane since the last round was closed."""
     departure: Departure | None = None
     """The sum of its gradients, if it began during the last backward pass."""
+
+    @property
+    def settings(self) -> str:
+        """What has to be the same on all ranks, as text."""
+        frozen = "".join(f"\nfrozen: {name}" for name in self.frozen)
+        return settings_text(self.hyperparameters) + frozen
 
     def take_back(self) -> None:
         """Forget the sum that began early: it is finished."""
@@ -152,7 +160,7 @@ class Round:
             gradient_is_finite=True,
             norm_squared=0.0,
             vote=self.vote,
-            settings=zlib.crc32(settings_text(self.hyperparameters).encode()),
+            settings=zlib.crc32(self.settings.encode()),
             used=bytes(self.contribution.used),
             changed=bytes(len(self.statistics)),
             torn=torn,

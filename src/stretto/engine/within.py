@@ -30,13 +30,12 @@ from torch import Tensor
 
 from stretto.engine.accumulation import Totals
 from stretto.engine.agreement import agree
-from stretto.engine.report import RankReport, RoundReport, settings_text
+from stretto.engine.report import RankReport, RoundReport
 from stretto.engine.runtime import Pending, Runtime, RuntimeOver
 from stretto.errors import UnsupportedModel, WorkerDisagrees
 from stretto.exchange import Exchange
 from stretto.exchange.transfer import Place
 from stretto.flat import Layout
-from stretto.optimizer import Hyperparameters
 
 T = TypeVar("T")
 
@@ -67,15 +66,13 @@ class Within:
         digests = self.everyone.gather_bytes(layout.digest().encode())
         return hashlib.sha256(b"".join(digests)).hexdigest()
 
-    def merge(
-        self, own: RankReport, places: Sequence[Place], hyperparameters: Hyperparameters, where: str
-    ) -> RankReport:
+    def merge(self, own: RankReport, places: Sequence[Place], settings: str, where: str) -> RankReport:
         """Return the node's report of a round, the same on all its ranks; all must call.
 
         Args:
             own: This rank's.
             places: Parts of it that only its device knows.
-            hyperparameters: That this rank uses for the next step.
+            settings: Of this rank, as text.
             where: Rank and step, for messages.
 
         Raises:
@@ -85,7 +82,7 @@ class Within:
         records = self.exchange.gather_bytes(RoundReport.pack(own), places)
         report = RoundReport.unpack(records, len(own.used), len(own.changed))
         if not report.settings_agree:
-            texts = {"optimizer settings": settings_text(hyperparameters)}
+            texts = {"optimizer settings": settings}
             agree(
                 self.exchange,
                 texts,
