@@ -104,8 +104,6 @@ ANY_INTEGER = {
     "LocalSGD.seed",
     "Audit.seed",
     "Fault.seed",
-    "DigitsResNet.split_seed",
-    "Snippet.seed",
 }
 RECORDS = [pytest.param(record, id=type(record).__name__) for record in all_records()]
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from stretto.errors import ConfigError
+from stretto.recorder import RunFiles
 from stretto_lab.faults import Application, Fault
-from stretto_lab.observe import JsonLines, Recorder, StrikeRecorder, read_json_lines, replace_json
+from stretto_lab.observe import JsonLines, StrikeRecorder, read_json_lines, replace_json
 from stretto_lab.page.contents import read_evaluations
 from tests.observe.updates import update
 
@@ -72,7 +73,7 @@ def test_a_record_is_in_the_file_at_once() -> None:
 
 
 def test_a_recorder_writes_updates_with_all_their_fields_and_evaluations_beside_them() -> None:
-    recorder = Recorder(Path(), None, lambda: 7)
+    recorder = RunFiles(Path(), None, lambda: 7)
     recorder.updated(update(1, loss=math.nan), training_seconds=1.5)
     recorder.evaluated(1, 2.5, training_seconds=1.5)
     recorder.close()
@@ -93,7 +94,7 @@ def test_a_recorder_writes_updates_with_all_their_fields_and_evaluations_beside_
 
 def test_memory_has_a_line_for_every_rise() -> None:
     peaks = iter([7, 7, 9, 9, 10])
-    recorder = Recorder(Path(), None, lambda: next(peaks))
+    recorder = RunFiles(Path(), None, lambda: next(peaks))
     for step in range(1, 6):
         recorder.updated(update(step), training_seconds=0.0)
     recorder.close()
@@ -105,7 +106,7 @@ def test_memory_has_a_line_for_every_rise() -> None:
 
 
 def test_numbers_that_are_not_finite_are_written_as_json_and_read_again() -> None:
-    recorder = Recorder(Path(), None, lambda: 7)
+    recorder = RunFiles(Path(), None, lambda: 7)
     recorder.updated(update(1, loss=math.nan, gradient_norm=math.inf), training_seconds=1.0)
     for step, loss in enumerate((math.nan, math.inf, -math.inf, 2.5)):
         recorder.evaluated(step, loss, training_seconds=float(step))
@@ -113,7 +114,7 @@ def test_numbers_that_are_not_finite_are_written_as_json_and_read_again() -> Non
     replace_json(Path("compare.json"), {"runs": [{"loss": math.nan, "evaluations": ({"loss": math.inf},)}]})
     lines = "".join(Path(name).read_text() for name in ("evaluations.jsonl", "updates.jsonl", "compare.json"))
     assert not {"NaN", "Infinity"} & set(re.findall(r"\w+", lines))  # Python's words, not JSON's
-    Recorder(Path(), 2, lambda: 7).close()
+    RunFiles(Path(), 2, lambda: 7).close()
     losses = read_evaluations(read_json_lines(Path("evaluations.jsonl")))[:, 1]
     assert np.isnan(losses).tolist() == [True, True, True]
     compared = json.loads(Path("compare.json").read_text())

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import MissingExtra
-from stretto_lab.observe import TensorBoard
+from stretto.recorder import Curves
 from tests.observe.updates import update
 
 
@@ -18,19 +18,19 @@ def curve(name: str) -> list[tuple[int, float]]:
 
 
 def test_a_resumed_run_continues_the_curves() -> None:
-    before = TensorBoard(Path("events"), resumed_from=None)
+    before = Curves(Path("events"), resumed_from=None)
     for step in range(1, 5):
         before.updated(update(step, loss=float(step)), training_seconds=1.0)
     before.evaluated(4, 2.5, training_seconds=1.0)
     before.close()
-    after = TensorBoard(Path("events"), resumed_from=2)
+    after = Curves(Path("events"), resumed_from=2)
     after.updated(update(3, loss=30.0), training_seconds=1.0)
     after.close()
     assert curve("train/loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
 def test_what_averages_have_found_is_drawn_where_there_was_one() -> None:
-    board = TensorBoard(Path("events"), resumed_from=None)
+    board = Curves(Path("events"), resumed_from=None)
     board.updated(update(1, interval=4), training_seconds=1.0)
     board.updated(update(2, interval=8, noise=0.5, divergence=2.0), training_seconds=1.0)
     board.close()
@@ -42,4 +42,4 @@ def test_what_averages_have_found_is_drawn_where_there_was_one() -> None:
 def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(MissingExtra, match=r"pip install 'stretto\[cli\]'"):
-        TensorBoard(Path("events"), resumed_from=None)
+        Curves(Path("events"), resumed_from=None)

@@ -218,25 +218,6 @@ def test_the_choice_costs_no_more_than_is_allowed_and_nothing_allowed_is_faster(
     assert ranking.why_not(ranking.choice) == "the choice"
 
 
-def test_the_choice_is_priced_at_other_counts_and_with_echoes_where_the_loader_is_slow(
-    ranking: Ranking,
-) -> None:
-    counts = ranking.by_count()
-    assert [one.micro_batches for one in counts] == [1, 2, 4, 8, 16]
-    assert counts[2] == ranking.choice
-    times = [one.seconds_per_micro_batch for one in counts]
-    assert times == sorted(times, reverse=True)  # an exchange is paid for by more samples
-    assert ranking.echoed() is None
-    slow = dataclasses.replace(ranking.machine, load_seconds=3 * MACHINE.micro_batch_seconds)
-    assert dataclasses.replace(ranking, machine=slow).echoed() == ranking.choice
-
-
-def test_a_strategy_of_two_rounds_is_priced_from_two_micro_batches_on(ranking: Ranking) -> None:
-    (acco,) = (one for one in ranking.prices if one.arm == "acco")
-    chosen = Ranking(ranking.machine, (acco,), BUCKET_BYTES, ranking.micro_batches)
-    assert [one.micro_batches for one in chosen.by_count()] == [2, 4, 8, 16]
-
-
 def test_the_command_says_what_to_use_first_and_why_then(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,7 +104,7 @@ def test_a_run_ends_with_the_first_update_at_or_beyond_or_where_it_overlaps_one_
 
 @pytest.mark.long(keep=2)
 @pytest.mark.parametrize(
-    "strategy", ["local:rate=0.3", "local:rate=echo:plan=bernoulli", "diloco:interval=3"]
+    "strategy", ["local:rate=0.3", "local:rate=cosine(1,0.2):plan=bernoulli", "diloco:interval=3"]
 )
 @pytest.mark.parametrize("echo", ["even:uses=2", "bernoulli:p=0.4", "bernoulli:p=cosine(1,0.25)"])
 def test_ranks_that_step_alone_end_at_the_same_update_with_what_all_have_loaded(
@@ -125,7 +125,7 @@ def test_ranks_that_step_alone_end_at_the_same_update_with_what_all_have_loaded(
         ("zero1", {}),
         ("zero1", {"echo": "bernoulli:p=cosine(1,0.25)"}),
         ("acco", {"echo": "even:uses=1.5"}),
-        ("local:rate=echo:plan=bernoulli", {"echo": "bernoulli:p=linear(1,0.3)"}),
+        ("local:rate=linear(1,0.3):plan=bernoulli", {"echo": "bernoulli:p=linear(1,0.3)"}),
         ("local:rate=cosine(1,0.2)", {}),
     ],
 )
@@ -187,8 +187,6 @@ def test_a_stock_method_ends_at_the_same_budget() -> None:
             {"strategy": "local:rate=cosine(1,0.1)", "seconds": 1.0},
             "needs its number of updates as a third value",
         ),
-        ({"strategy": "local:rate=echo"}, "expected an echo whose rate is known"),
-        ({"strategy": "local:rate=echo", "echo": "ready"}, "expected an echo whose rate is known"),
         ({"strategy": "local:rate=often"}, "cannot read rate='often'"),
     ],
 )

@@ -52,7 +52,7 @@ DRAWS: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "averages": (gaps, {"strategy": "local:rate=0.5:plan=bernoulli"}),
     "averages with the echo": (
         gaps,
-        {"strategy": "local:rate=echo:plan=bernoulli", "echo": "bernoulli:p=0.5"},
+        {"strategy": "local:rate=0.5:plan=bernoulli", "echo": "bernoulli:p=0.5"},
     ),
     "echoes": (uses, {"echo": "bernoulli:p=0.5"}),
     "parameters, order of the data, dropout": (losses, {}),

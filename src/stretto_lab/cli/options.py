@@ -17,7 +17,7 @@ from stretto.errors import ConfigError, UnknownName
 from stretto.fields import did_you_mean, field_types, read_value
 from stretto.noise import Noise, parse_noise
 from stretto.strategies import STRATEGIES
-from stretto_lab.faults import Fault, faults_text, parse_faults
+from stretto_lab.faults import Fault, parse_faults
 from stretto_lab.recipes import RECIPES, recipe
 from stretto_lab.train.arms import parse_clock, split_list
 from stretto_lab.train.configuration import LENGTHS
@@ -274,7 +274,4 @@ def shown(value: Any) -> str:
         return f"{value.minimum},{value.maximum}"
     if isinstance(value, Mapping):
         return ",".join(f"{key}={number:g}" for key, number in value.items()) or "none"
-    if not isinstance(value, tuple):
-        return str(value)
-    is_faults = all(isinstance(item, Fault) for item in value)
-    return faults_text(value) if value and is_faults else ",".join(map(str, value)) or "none"
+    return ",".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)

@@ -10,7 +10,7 @@ from stretto.groups import Link
 from stretto.strategies.ledger import ledger_of
 from stretto_lab.cli.options import shown
 from stretto_lab.cli.run_folder import resume_command
-from stretto_lab.patience import fold, waiting
+from stretto_lab.patience import fold
 from stretto_lab.plan import UNEQUAL, Machine, Price, Ranking
 from stretto_lab.recipes import TaskConfig
 from stretto_lab.recipes.task import loss_unit
@@ -186,19 +186,9 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
     )
     if any(_has_clock(one.arm) for one in last.prices):
         print("(xN) by the clock, with N times as large a batch in the mean")
-    with waiting("pricing the choice with other numbers of micro-batches"):
-        counts, echoed = last.by_count(), last.echoed()
-    gains = [choice.seconds_per_micro_batch / one.seconds_per_micro_batch for one in counts]
-    others = "fixed" if _has_clock(choice.arm) else "other"
-    print(f"\nthe choice with {others} numbers of micro-batches, which learn otherwise:")
-    print(f"{'':32}" + "".join(f"{one.micro_batches:>8}" for one in counts))
-    print(f"{'  times as fast per sample':32}" + "".join(f"{gain:8.2f}" for gain in gains))
-    if echoed is not None:
-        slower = machine.load_seconds / machine.micro_batch_seconds
-        text = (
-            f"the loader takes {slower:.1f} times as long as a micro-batch: with --echo ready, which uses batches "
-            f"again meanwhile, an update takes {echoed.seconds:.4f} s; ask stretto diagnose what that gains"
-        )
+    slower = machine.load_seconds / machine.micro_batch_seconds
+    if slower > 1.02:
+        text = f"the loader takes {slower:.1f} times as long as a micro-batch: ask stretto diagnose what an echo gains"
         print(fold(text, indent=2))
 
 
@@ -261,12 +251,10 @@ def recommendation(ranking: Ranking) -> str:
     faster = "which nothing beats" if choice == base else f"{gain:.2f} times as fast{per_sample} as {default}"
     seconds = f"{choice.seconds:.4f} s per update"
     text = f"{_ranks_of(ranking.machine)}: use {options}: {seconds}, {faster}; {loss}"
-    if (fixed := ranking.as_large()) is not None:
+    if clock is not None:
         text += (
             f". The batch grows: {choice.micro_batches:.1f} micro-batches per rank and update instead of "
-            f"{ranking.micro_batches}, so {ranking.growth(choice):.1f} times fewer updates for as many samples. With "
-            f"{fixed.micro_batches} for every rank the fastest, {fixed.arm}, is "
-            f"{base.seconds_per_micro_batch / fixed.seconds_per_micro_batch:.2f} times as fast"
+            f"{ranking.micro_batches}, so {ranking.growth(choice):.1f} times fewer updates for as many samples"
         )
     return text
 

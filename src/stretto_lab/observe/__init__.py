@@ -1,21 +1,18 @@
-"""What a run shows and keeps: records, live display, TensorBoard, tables."""
+"""What a run shows and keeps: records, lines, tables."""
 
 from stretto.json_lines import JsonLines, append_json_line, read_json_lines, replace_json
 from stretto_lab.observe.progress import Header, Progress
-from stretto_lab.observe.records import Observer, Recorder, StrikeRecorder, strikes_file
+from stretto_lab.observe.records import Observer, StrikeRecorder, strikes_file
 from stretto_lab.observe.stages import Stages
 from stretto_lab.observe.tables import print_comparison
-from stretto_lab.observe.tensorboard import TensorBoard
 
 __all__ = [
     "Header",
     "JsonLines",
     "Observer",
     "Progress",
-    "Recorder",
     "Stages",
     "StrikeRecorder",
-    "TensorBoard",
     "append_json_line",
     "print_comparison",
     "read_json_lines",

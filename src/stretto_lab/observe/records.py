@@ -10,7 +10,6 @@ from pathlib import Path
 
 from stretto.disk import writing_to
 from stretto.json_lines import JsonLines
-from stretto.recorder import RunFiles
 from stretto.records import Incident, Update
 from stretto_lab.faults import Application, Fault
 
@@ -37,10 +36,6 @@ class Observer:
 
     def close(self) -> None:
         """End; nothing more will come."""
-
-
-class Recorder(RunFiles, Observer):
-    """Writes the files of a run: `stretto.recorder.RunFiles`, as an observer."""
 
 
 class StrikeRecorder(Observer):

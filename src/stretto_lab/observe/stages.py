@@ -22,22 +22,20 @@ class Stages:
     def __init__(self, *, is_shown: bool = True) -> None:
         self._is_shown = is_shown
         self._what = ""
-        self._total = 0.0
+        self._total = 0
         self._done = 0.0
-        self._is_timed = False
         self._started = time.monotonic()
         self._patience: Patience | None = None
 
-    def begin(self, what: str, count: int = 0, *, seconds: float = 0.0) -> None:
+    def begin(self, what: str, count: int = 0) -> None:
         """Begin a stage.
 
         Args:
             what: What is done.
             count: Of what `advance` will tell; 0 where nothing is known of the end.
-            seconds: That it takes, where these end it.
         """
         self._what, self._done, self._started = what, 0.0, time.monotonic()
-        self._total, self._is_timed = seconds or float(count), bool(seconds)
+        self._total = count
         if self._is_shown:
             print(what, flush=True)
             if self._patience is not None:
@@ -83,8 +81,6 @@ class Stages:
         taken = time.monotonic() - self._started
         if not self._total:
             return f"{clock(taken)} so far"
-        if self._is_timed:
-            return f"{clock(taken)} of about {clock(self._total)}"
         text = f"{self._done:g} of {self._total:g}, {clock(taken)} so far"
         if self._done:
             text += f", about {clock(taken / self._done * (self._total - self._done))} left"

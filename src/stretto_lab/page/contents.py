@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto_lab.page.records import items, mapping, number
+from stretto_lab.page.records import mapping, number
 from stretto_lab.page.times import UpdateTime
 
 Column = NDArray[np.float64]
@@ -86,19 +86,6 @@ def read_evaluations(records: Iterable[dict[str, Any]]) -> Column:
 def unit_of(recorded: dict[str, Any]) -> str:
     """Return the unit of losses that is recorded for a run; empty where none is."""
     return str(recorded.get("loss_unit") or "")
-
-
-def describe_noise(noise: dict[str, Any]) -> str:
-    """Return what a configuration says of the noise on purpose, in words."""
-    ranks, burst = noise.get("rank"), items(noise.get("every"))
-    parts = [
-        f"variance {noise.get('variance')} of the mean gradient",
-        f"{burst[1]} at every update number {burst[0]}" if len(burst) == 2 else "",
-        f"mean {noise.get('mean')}" if noise.get("mean") else "",
-        f"variance {noise.get('averages')} of averaged weights" if noise.get("averages") else "",
-        "on all ranks" if ranks == "all" else f"on rank {', '.join(map(str, items(ranks) or [ranks]))}",
-    ]
-    return "; ".join(part for part in parts if part)
 
 
 def describe_machine(machine: dict[str, Any]) -> dict[str, str]:

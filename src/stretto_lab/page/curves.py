@@ -27,7 +27,7 @@ def curves(run: Run) -> dict[str, Any]:
         "time": None,
     }
     if run.time is not None:
-        names = ("compute", "exposed", "data", "undivided", "model")
+        names = ("compute", "exposed", "data", "undivided")
         drawn["time"] = dict(zip(names, plain([1000 * one for one in _time(run.time)]), strict=True))
     if run.columns and len(run.columns["step"]):
         kept = _extremes(run.columns["loss"])
@@ -37,9 +37,9 @@ def curves(run: Run) -> dict[str, Any]:
 
 
 def _time(time: UpdateTime) -> tuple[float, ...]:
-    """Return the parts of an average update, what cannot be divided, and what the model says; NaN for what is not."""
+    """Return the parts of an average update, and what cannot be divided; NaN for what is not."""
     undivided = np.nan if np.isfinite(time.compute) else time.seconds - time.data
-    return time.compute, time.exposed, time.data, undivided, np.nan if time.model is None else time.model
+    return time.compute, time.exposed, time.data, undivided
 
 
 def _axes(axes: dict[str, Column], kept: Any) -> dict[str, list[Any]]:

@@ -78,11 +78,6 @@ function drawTime() {
     type: "bar", orientation: "h", y: names, x: runs.map((run) => run.time[part]), name, marker: { color: fill },
     hovertemplate: "%{x:.4g} ms<extra>%{fullData.name}</extra>",
   }));
-  if (runs.some((run) => run.time.model !== null)) {
-    traces.push({ y: names, x: runs.map((run) => run.time.model), name: "the time model says", mode: "markers",
-      marker: { symbol: "diamond", size: 11, color: colour("ink"), line: { color: colour("card"), width: 1.5 } },
-      hovertemplate: "%{x:.4g} ms<extra>the time model says</extra>" });
-  }
   const isNarrow = innerWidth < 600;  // each entry of the legend has a line of its own there
   draw("time", traces, { barmode: "stack", bargap: 0.45, height: 91 + 19 * (isNarrow ? traces.length : 1) + 44 * runs.length,
     xaxis: { title: title("ms per update"), tickangle: 0, nticks: isNarrow ? 4 : 0 },

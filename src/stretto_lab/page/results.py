@@ -10,7 +10,6 @@ from stretto_lab.page.contents import (
     Run,
     Table,
     describe_machine,
-    describe_noise,
     describe_task,
     formatted,
     read_evaluations,
@@ -32,11 +31,7 @@ def read_comparison(path: Path, name: str) -> Contents:
         "arms": ", ".join(map(str, items(comparison.get("strategies")))) or "unknown",
         "ranks": str(environment.get("workers", "unknown")),
         "link": str(environment.get("link", "unknown")),
-        **(
-            {"noise on purpose": describe_noise(mapping(comparison["noise"]))}
-            if comparison.get("noise")
-            else {}
-        ),
+        **({"noise on purpose": describe_task(comparison["noise"])} if comparison.get("noise") else {}),
         **describe_machine(environment),
     }
     if not runs:
@@ -90,5 +85,5 @@ def _arm(record: dict[str, Any], folder: str) -> Run:
         evaluations=evaluations[:, :2],
         evaluation_axes=axes,
         events=(),
-        time=of_totals({name: number(value) for name, value in record.items()}, strategy),
+        time=of_totals({name: number(value) for name, value in record.items()}),
     )

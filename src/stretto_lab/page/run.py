@@ -11,7 +11,6 @@ from stretto_lab.page.contents import (
     Event,
     Run,
     describe_machine,
-    describe_noise,
     describe_task,
     formatted,
     read_evaluations,
@@ -42,7 +41,6 @@ def read_run(path: Path, name: str) -> Contents:
     }
     evaluations = read_evaluations(read_records(path, "evaluations.jsonl", gaps, expected=True))
     places = {key: _at_steps(evaluations[:, 0], axes["updates"], axis) for key, axis in axes.items()}
-    rounds = [items(one.get("rounds")) for one in records]
     run = Run(
         name=name,
         columns=columns,
@@ -50,7 +48,7 @@ def read_run(path: Path, name: str) -> Contents:
         evaluations=evaluations[:, :2],
         evaluation_axes={**places, "updates": evaluations[:, 0], "seconds": evaluations[:, 2]},
         events=_events(path, columns, gaps),
-        time=of_updates(columns, strategy, rounds),
+        time=of_updates(columns),
     )
     if not records:
         gaps.append("no update is recorded")
@@ -162,7 +160,7 @@ def _about(config: dict[str, Any], strategy: str, path: Path) -> dict[str, str]:
         **({"guards": ", ".join(map(str, items(config["guards"])))} if items(config.get("guards")) else {}),
         **({"slow on purpose": ", ".join(slow)} if slow else {}),
         **({"damage on purpose": "; ".join(faults)} if faults else {}),
-        **({"noise on purpose": describe_noise(mapping(config["noise"]))} if config.get("noise") else {}),
+        **({"noise on purpose": describe_task(config["noise"])} if config.get("noise") else {}),
         "seed": str(config.get("seed", "unknown")),
         **describe_machine(machine),
     }

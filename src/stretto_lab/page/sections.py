@@ -117,17 +117,15 @@ def _time(runs: Sequence[Run]) -> Iterator[str]:
         if run.time is not None:
             time = run.time
             parts = (time.seconds, time.compute, time.exposed, time.data, time.lane)
-            model = np.nan if time.model is None else time.model
-            cells = [formatted(1000 * part, "{:,.2f}") for part in (*parts, model)]
+            cells = [formatted(1000 * part, "{:,.2f}") for part in parts]
             rows.append([run.name, *cells, f"{time.updates:,}"])
     if not rows:
         return
-    headings = ("run", "update", "compute", "exposed", "data", "lane busy", "time model", "updates")
+    headings = ("run", "update", "compute", "exposed", "data", "lane busy", "updates")
     note = (
         "An average update of rank 0 in milliseconds, without evaluations and checkpoints; of a run also without its "
-        "first updates, which are slower. Compute is all that is not waiting. The time model is "
-        "given this compute time and this lane; what the rank waited for data is added. It has no row for strategies "
-        "that average. Stock methods cannot tell their parts."
+        "first updates, which are slower. Compute is all that is not waiting. "
+        "Stock methods cannot tell their parts."
     )
     yield _section(
         "Where an update's time goes",

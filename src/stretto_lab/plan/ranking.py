@@ -30,8 +30,6 @@ UNEQUAL = 1.5
 time on a shared machine is uncertain by about as much."""
 MOST_GROWTH = 4
 """Times the micro-batches of an update that such a clock lets a rank make in a round at most."""
-COUNTS = (1, 2, 4, 8, 16)
-"""Micro-batches per rank and update at which the choice is priced too."""
 _BASE = "zero1"
 
 
@@ -143,37 +141,9 @@ class Ranking:
         """What is exact and what nobody has to choose: the default."""
         return min(self.prices, key=self._preference)
 
-    def by_count(self) -> list[Price]:
-        """Price the choice at `COUNTS` micro-batches; what a larger batch does to the loss is not in it."""
-        arm = without_clock(self.choice.arm)
-        return [self._priced(arm, self.machine, count) for count in COUNTS if _fits(parse_arm(arm), count)]
-
     def growth(self, one: Price) -> float:
         """Return how many times as large as the job's batch that of an arm is."""
         return one.micro_batches / self.micro_batches
-
-    def as_large(self) -> Price | None:
-        """Return the fastest price at fixed counts of about the choice's batch; None where it has fixed counts itself.
-
-        Looked at are the choice without its clock, and what would be chosen if there were none.
-        """
-        choice = self.choice
-        if choice.arm == without_clock(choice.arm):
-            return None
-        fixed = [one for one in self.prices if one.arm == without_clock(one.arm)]
-        arms = [without_clock(choice.arm), dataclasses.replace(self, prices=tuple(fixed)).choice.arm]
-        prices = [self._priced(arm, self.machine, round(choice.micro_batches)) for arm in arms]
-        return min(prices, key=lambda one: one.seconds_per_micro_batch)
-
-    def echoed(self) -> Price | None:
-        """Price the choice where batches are used again while the next one is read; None where the loader keeps up."""
-        if self.machine.load_seconds <= (1 + ALIKE) * self.machine.micro_batch_seconds:
-            return None
-        without_loading = dataclasses.replace(self.machine, load_seconds=0.0)
-        return self._priced(without_clock(self.choice.arm), without_loading, self.micro_batches)
-
-    def _priced(self, arm: str, machine: Machine, count: int) -> Price:
-        return price(parse_arm(arm), machine, micro_batches=count, bucket_bytes=self.bucket_bytes)
 
     def evidence_of(self, arm: str) -> Evidence:
         """Return what an arm costs on this machine."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stretto import errors
 from stretto.fields import check_at_least, check_fields
 from stretto_lab.recipes.batches import MicroBatches
 from stretto_lab.recipes.classify import Images, class_accuracy, class_loss
@@ -19,6 +18,7 @@ from stretto_lab.recipes.optimizers import SGD, AdamW, Schedule
 from stretto_lab.recipes.task import Task, extra, mean_loss
 
 CLASSES = 10
+HELDOUT_SHARE = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,12 +43,6 @@ class DigitsResNet:
     lr: float | None = None
     """Learning rate after the warm-up; None takes 0.05 for sgd and 0.003 for adamw."""
 
-    heldout_share: float = 0.2
-    """Share of the images kept for evaluation, between 0 and 1."""
-
-    split_seed: int = 0
-    """Decides which images are held out. Not the run's seed, so that runs of different seeds can be compared."""
-
     sgd: SGD = field(default_factory=SGD)
     """Options of sgd."""
 
@@ -58,12 +52,10 @@ class DigitsResNet:
     def __post_init__(self) -> None:
         check_fields(self)
         check_at_least(self, width=1, blocks=1, batch=2, lr=0)
-        if not 0 < self.heldout_share < 1:
-            raise errors.ConfigError(f"heldout_share must be between 0 and 1, found {self.heldout_share}")
 
     def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
         """Build the task of one rank; arguments and errors are those of `TaskConfig.build`."""
-        train, heldout = load_digits(self.heldout_share, self.split_seed)
+        train, heldout = load_digits()
         model = ResNet(width=self.width, blocks=self.blocks, classes=CLASSES, seed=seed)
         lr = {"sgd": 0.05, "adamw": 0.003}[self.optimizer] if self.lr is None else self.lr
         optimizer = (self.sgd if self.optimizer == "sgd" else AdamW()).build(model, lr)
@@ -91,8 +83,8 @@ class Digits:
         return Images(self.images.pixels[indices], self.images.classes[indices])
 
 
-def load_digits(heldout_share: float, split_seed: int) -> tuple[Images, Images]:
-    """Return the images to train on and those held out.
+def load_digits() -> tuple[Images, Images]:
+    """Return the images to train on and those held out, which do not depend on the run's seed.
 
     Raises:
         MissingExtra: scikit-learn is not installed.
@@ -100,8 +92,8 @@ def load_digits(heldout_share: float, split_seed: int) -> tuple[Images, Images]:
     digits = extra("sklearn.datasets", "the recipe digits-resnet").load_digits()
     pixels = torch.from_numpy(digits.images).float().unsqueeze(1) / 16
     classes = torch.from_numpy(digits.target).long()
-    order = torch.randperm(len(classes), generator=torch.Generator().manual_seed(split_seed))
-    heldout, train = order.tensor_split([round(len(classes) * heldout_share)])
+    order = torch.randperm(len(classes), generator=torch.Generator().manual_seed(0))
+    heldout, train = order.tensor_split([round(len(classes) * HELDOUT_SHARE)])
     return Images(pixels[train], classes[train]), Images(pixels[heldout], classes[heldout])
 
 

@@ -122,11 +122,6 @@ class Language:
                 "adapters are factors of them; expected adamw or adafactor"
             )
 
-    @property
-    def tokens_per_sample(self) -> int:
-        """Tokens of a block."""
-        return self.length
-
     def check(self) -> None:
         """Raise where files are missing or wrong, before there are workers; see `OverFiles`."""
         check_model(self.model)

@@ -41,8 +41,6 @@ SETTINGS: Mapping[str, Any] = MappingProxyType(
 """Settings of a run that an arm may have for itself, and their types."""
 AUTO = "auto"
 """In the place of a strategy of `train`: the one that `stretto plan` would say."""
-AS_ECHO = "echo"
-"""In the place of a rate of averages: that at which the run's echo loads fresh batches."""
 _OF_PEERS = ("micro_batches", "clip_norm", "lr")
 """Those that a stock method may have for itself."""
 _PLACE = re.compile(r"[^:]*\.py:(\w+)")
@@ -75,17 +73,8 @@ def parse_wire(text: str) -> str:
     return wire_by_name(text).name
 
 
-def parse_rate(text: str) -> Schedule | str:
-    """Read a rate of averages: a number, a schedule, or `AS_ECHO`.
-
-    Raises:
-        ConfigError: Anything else.
-    """
-    return text if text == AS_ECHO else parse_schedule(text)
-
-
 _READERS: Readers = MappingProxyType(
-    {Clock: parse_clock, Wire: parse_wire, Schedule: parse_rate, Noise: parse_noise}
+    {Clock: parse_clock, Wire: parse_wire, Schedule: parse_schedule, Noise: parse_noise}
 )
 
 
@@ -130,7 +119,7 @@ class Arm:
     def strategy(self) -> Strategy:
         """Return the strategy with its options, as it is without a run; only where `is_ours`.
 
-        A rate that changes along a run is its mean; that of an echo is 1, which is the most.
+        A rate that changes along a run is its mean.
         """
         return STRATEGIES[self.name](**{key: _without_run(value) for key, value in self.options.items()})
 
@@ -158,7 +147,7 @@ class Arm:
 def _without_run(value: Any) -> Any:
     if isinstance(value, Ramp) and value.steps is None:
         return (value.start + value.stop) / 2
-    return 1.0 if value == AS_ECHO else value
+    return value
 
 
 def parse_arm(text: str) -> Arm:

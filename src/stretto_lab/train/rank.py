@@ -22,15 +22,14 @@ from stretto.errors import LeftOut
 from stretto.groups import Link, ThrottledLeavable
 from stretto.groups.wire import Wire
 from stretto.machine import most_bytes, peak_resident_bytes
+from stretto.recorder import Curves, RunFiles
 from stretto.survive import Term, survives
 from stretto.terminal import printable
 from stretto_lab.observe import (
     Header,
     Observer,
     Progress,
-    Recorder,
     StrikeRecorder,
-    TensorBoard,
     strikes_file,
 )
 from stretto_lab.patience import waiting
@@ -406,16 +405,16 @@ def _observers(
     peak_bytes = partial(most_bytes, context.device)
     with ExitStack() as opened:  # one whose file is damaged must not leave the others open
 
-        def add(observer: Observer) -> None:
+        def add(observer: Any) -> None:
             observers.append(opened.enter_context(closing(observer)))
 
         if run.faults and run.run_dir is not None:
             path = strikes_file(Path(run.run_dir), context.rank)
             add(StrikeRecorder(path, start.step, rehearsal.applications))
         if context.rank == 0 and run.run_dir is not None:
-            add(Recorder(Path(run.run_dir), start.step, peak_bytes))
+            add(RunFiles(Path(run.run_dir), start.step, peak_bytes))
             if run.tensorboard:
-                add(TensorBoard(Path(run.run_dir, "tensorboard"), start.step))
+                add(Curves(Path(run.run_dir, "tensorboard"), start.step))
         if progress is not None:
             observers.append(progress)
         opened.pop_all()
