@@ -36,6 +36,6 @@ def test_every_row_names_tests_and_checks_that_exist_or_says_that_there_are_none
         held, looked_at = row["held without a GPU by"], row["looked at on one by"]
         tests = re.findall(r"`(tests/[^`]+)`", held)
         assert held == "by reading alone" or tests, row
-        assert all((ROOT / test).is_file() for test in tests), row
+        assert [test for test in tests if not (ROOT / test).is_file()] == [], row
         checks = re.findall(r"`(\w+)`", looked_at)
         assert looked_at == "not tried" or (checks and set(checks) <= CHECKS.keys()), row

@@ -12,7 +12,7 @@ def test_every_row_names_a_test_that_exists_or_says_that_it_was_not_tried() -> N
         shown = row["shown by"]
         named = re.findall(r"`([^`]+\.py)`", shown)
         assert named or shown in ("not tried", "as a kill"), row
-        assert all((ROOT / path).is_file() for path in named), row
+        assert [path for path in named if not (ROOT / path).is_file()] == [], row
 
 
 WHAT = (

@@ -202,9 +202,13 @@ def test_every_use_shows_the_batch_that_was_read_or_a_write_is_noticed(block: in
         if state["position"]["in_epoch"] and not noticed:
             more_seen, more_shapes, noticed = used(resumed, None, writes)
             seen, shapes = seen + more_seen, shapes + more_shapes
-        assert all(shown == {number} for number, shown in seen), (case, plan, options)
+        assert [(number, shown) for number, shown in seen if shown != {number}] == [], (
+            case,
+            plan,
+            options,
+        )
         assert not noticed or writes, case
-        assert all(shape == shape_of(make().batch) for shape in shapes), case
+        assert [shape for shape in shapes if shape != shape_of(make().batch)] == [], case
 
 
 def test_a_collate_function_with_one_tensor_gives_every_batch() -> None:
@@ -227,7 +231,7 @@ def test_arrays_that_place_gives_from_one_memory_are_held_apart() -> None:
         return memory
 
     loader = EchoLoader(range(3), Even(3), place=place)
-    assert all(int(batch[0]) == loader.batch_index for batch in loader)
+    assert [batch for batch in loader if int(batch[0]) != loader.batch_index] == []
 
 
 def test_gradients_of_a_batch_belong_to_one_use() -> None:

@@ -43,7 +43,7 @@ def test_a_run_goes_on_at_every_cut_and_later_passes_begin_at_the_beginning(plan
             resumed = EchoLoader(stream(), plan, options=options)
             resumed.load_state_dict(state)
             first, *later = passes(resumed, 3 - epoch)
-            assert all(set(one) == set(range(LENGTH)) for one in later), (epoch, cut)
+            assert [one for one in later if set(one) != set(range(LENGTH))] == [], (epoch, cut)
             if resume != "drop" or not state["position"]["in_epoch"]:
                 assert [seen + first, *later] == whole[epoch:], (epoch, cut)
 

@@ -193,7 +193,7 @@ def test_model_is_an_ordinary_one_after_finish() -> None:
     for batch in stream(case, 0)[:3]:
         parallel.backward(mean_loss(model, batch))
     parallel.finish()
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert [parameter for parameter in model.parameters() if parameter.grad is not None] == []
     model.state_dict()
     mean_loss(model, stream(case, 0)[0]).backward()
     optimizer.step()

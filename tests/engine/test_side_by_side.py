@@ -72,7 +72,7 @@ def test_what_is_found_side_by_side_is_what_is_found_one_by_one(seed: int) -> No
     draw = random.Random(seed)
     agreed = [drawn(draw) for _ in range(draw.randint(1, 12))]
     values, sound = ([varied(draw, value) for value in agreed] for _ in range(2))
-    assert all(map(are_same_bits, copies_of(values), values))
+    assert [pair for pair in zip(copies_of(values), values, strict=True) if not are_same_bits(*pair)] == []
 
     changes = changes_of(agreed, values)
     assert list(changes) == list(map(naive_change, agreed, values))
@@ -96,4 +96,4 @@ def test_what_is_found_side_by_side_is_what_is_found_one_by_one(seed: int) -> No
         and are_alike(now, before)
     }
     assert become.keys() == expected.keys()
-    assert all(are_same_bits(become[index], expected[index]) for index in expected)
+    assert [index for index in expected if not are_same_bits(become[index], expected[index])] == []

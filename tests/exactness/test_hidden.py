@@ -78,7 +78,7 @@ def check_same(hidden: Observed, unhidden: Observed) -> None:
         ours, theirs = getattr(hidden, field.name), getattr(unhidden, field.name)
         if field.name in ("shown", "committed", "statistics", "live_statistics"):
             assert len(ours) == len(theirs), field.name
-            assert all(map(same, ours, theirs)), field.name
+            assert [pair for pair in zip(ours, theirs, strict=True) if not same(*pair)] == [], field.name
         elif field.name in ("final", "final_statistics"):
             assert same(ours, theirs), field.name
         else:

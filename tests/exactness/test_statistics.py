@@ -43,15 +43,19 @@ def mean_of_two(left: Tensor, right: Tensor) -> Tensor:
 def test_synchronous_buffers_are_the_average_at_every_update(index: int) -> None:
     for found in (rank[index] for rank in watched()):
         assert len(found.statistics) == 4
-        assert all(map(same, found.statistics, averages(WATCHED[index])))
-        assert all(map(same, found.live_statistics, found.statistics))
+        assert [
+            pair for pair in zip(found.statistics, averages(WATCHED[index]), strict=True) if not same(*pair)
+        ] == []
+        assert [
+            pair for pair in zip(found.live_statistics, found.statistics, strict=True) if not same(*pair)
+        ] == []
 
 
 @pytest.mark.parametrize("index", range(len(WATCHED)), ids=map(describe, WATCHED))
 def test_settled_buffers_are_equal_on_all_ranks(index: int) -> None:
     first, second = (rank[index] for rank in watched())
     assert len(first.statistics) >= 3
-    assert all(map(same, first.statistics, second.statistics))
+    assert [pair for pair in zip(first.statistics, second.statistics, strict=True) if not same(*pair)] == []
     assert same(first.final_statistics, second.final_statistics)
     assert not same(first.statistics[0], first.statistics[-1])
 

@@ -52,7 +52,7 @@ def test_lora_sends_and_saves_the_adapters_alone() -> None:
     sent = [int(found) for line in lines for found in re.findall(r"(\d+) bytes", line)]
     assert losses(lines)[-1] < 1 < losses(lines)[0] * 2
     # Half of the gradients to the other rank, half of the parameters back, and a small record of the round.
-    assert all(4 * trained <= count < 4 * trained * 1.05 for count in sent)
+    assert [count for count in sent if not 4 * trained <= count < 4 * trained * 1.05] == []
     assert len(sent) == 3
     assert last == "the adapters are in the folder adapters"
     assert Path("adapters/adapter_model.safetensors").stat().st_size < 2 * 4 * trained < 4 * total / 2

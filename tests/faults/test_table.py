@@ -116,22 +116,26 @@ def test_what_becomes_of_damage_is_what_the_table_says(row: Row) -> None:
     incidents = results[0].incidents
     named = {result.ranks or result.links for result in results} - {()}
     if ending == "error":
-        assert all(result.error is not None for result in results)
+        assert [result for result in results if not result.error is not None] == []
         if row.promise.named == "rank":
             assert named == {(STRUCK,)}
         else:
             assert named
-            assert all(link[1] == STRUCK for result in results for link in result.links)
+            assert [(result, link) for result in results for link in result.links if link[1] != STRUCK] == []
         return
     assert [result.error for result in results] == [None] * RANKS
-    assert all(result.incidents == incidents for result in results)
+    assert [result for result in results if result.incidents != incidents] == []
     # Starting values are sent again before there is anything to report to.
     silent = row.promise.seen_by is None or row.promise.named is None
     assert {incident.guard for incident in incidents} == (set() if silent else {row.promise.seen_by})
     if row.promise.named == "rank":
         assert {incident.ranks for incident in incidents} == {(STRUCK,)}
     if row.promise.named == "link":
-        assert all(incident.link is not None and incident.link[1] == STRUCK for incident in incidents)
+        assert [
+            incident
+            for incident in incidents
+            if not (incident.link is not None and incident.link[1] == STRUCK)
+        ] == []
     same = {
         result.parameters == healthy.parameters
         for result, healthy in zip(results, clean(row.job), strict=True)

@@ -57,9 +57,9 @@ def test_slots_hold_every_parameter_once_and_do_not_touch(
     assert [slot.index for slot in layout.slots] == list(range(len(layout.slots)))
     for index, flat in enumerate(layout.sets):
         slots = layout.slots_of_set(index)
-        assert all(slot.shape == named[slot.name].shape for slot in slots)
-        assert all(slot.start % ALIGNMENT == 0 for slot in slots)
-        assert all(a.stop <= b.start for a, b in itertools.pairwise(slots))
+        assert [slot for slot in slots if slot.shape != named[slot.name].shape] == []
+        assert [slot for slot in slots if slot.start % ALIGNMENT != 0] == []
+        assert [(a, b) for a, b in itertools.pairwise(slots) if not a.stop <= b.start] == []
         assert slots[-1].stop <= flat.numel
         assert {named[slot.name].dtype for slot in slots} == {flat.dtype}
 
@@ -74,9 +74,9 @@ def test_owned_ranges_cover_every_set_once_in_equal_aligned_slices(
         ranges = [bucket.owned_range(rank, world_size) for bucket in buckets for rank in range(world_size)]
         assert ranges[0][0] == 0
         assert ranges[-1][1] == flat.numel
-        assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
-        assert all(edge % ALIGNMENT == 0 for pair in ranges for edge in pair)
-        assert all(bucket.numel % (world_size * ALIGNMENT) == 0 for bucket in buckets)
+        assert [(a, b) for a, b in itertools.pairwise(ranges) if a[1] != b[0]] == []
+        assert [(pair, edge) for pair in ranges for edge in pair if edge % ALIGNMENT != 0] == []
+        assert [bucket for bucket in buckets if bucket.numel % (world_size * ALIGNMENT) != 0] == []
 
 
 @every_layout
@@ -118,7 +118,9 @@ def test_groups_stay_together_and_late_parameters_come_first() -> None:
     layout, parameters = plan_layout(model, optimizer, world_size=2, bucket_bytes=1024, widen=True)
     assert [slot.name for slot in layout.slots] == ["1.weight", "0.weight", "1.bias", "0.bias"]
     assert [slot.group for slot in layout.slots] == [0, 0, 1, 1]
-    assert all(p is model.get_parameter(s.name) for p, s in zip(parameters, layout.slots, strict=True))
+    assert [
+        (p, s) for p, s in zip(parameters, layout.slots, strict=True) if p is not model.get_parameter(s.name)
+    ] == []
 
 
 def test_tied_parameters_have_one_slot_and_frozen_ones_none() -> None:

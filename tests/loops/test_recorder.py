@@ -171,7 +171,11 @@ def test_a_tracker_of_the_page_hears_of_every_update(index: int, monkeypatch: py
     }
     exec(compile(TRACKERS[index], "loops.md", "exec"), found)
     assert [step for step, _ in tracker.told] == [1, 2, 3, 4]
-    assert all({"loss", "learning_rate", "gradient_norm"} <= set(numbers) for _, numbers in tracker.told)
+    assert [
+        numbers
+        for _, numbers in tracker.told
+        if not {"loss", "learning_rate", "gradient_norm"} <= set(numbers)
+    ] == []
 
 
 def test_a_plain_data_loader_is_told_what_stands_in_its_place(tmp_path: Path) -> None:

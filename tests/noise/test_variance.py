@@ -70,7 +70,7 @@ def test_the_variance_of_the_mean_gradient_is_what_was_asked_for(name: str, seed
     assert len(draws) == owners * UPDATES * NUMEL >= NEEDED
     assert float(draws.var()) == pytest.approx(VARIANCE, rel=0.03), case
     assert abs(float(draws.mean())) < 5 * math.sqrt(VARIANCE / len(draws))
-    assert all((one.padding == 0).all() for one in noisy)
+    assert [one for one in noisy if not (one.padding == 0).all()] == []
     assert_independent([one.flatten() for one in found] if owners > 1 else [])
     assert_independent(list(torch.cat(found, dim=1)))
 

@@ -44,9 +44,11 @@ def ask_then_train(rank: int) -> tuple[str, list[str], int]:
         warnings.simplefilter("error", FutureWarning)
         chosen = choose(model, optimizer, loss_of, batches, micro_batches=2)
     assert chosen.ranking is not None
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert [
+        (key, value) for key, value in model.state_dict().items() if not torch.equal(value, before[key])
+    ] == []
     assert not optimizer.state
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert [parameter for parameter in model.parameters() if parameter.grad is not None] == []
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states[:2]
     assert torch.equal(torch.get_rng_state(), states[2])
     parallel = DataParallel(model, optimizer, chosen.strategy, micro_batches=2, wire=chosen.wire)

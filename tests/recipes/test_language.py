@@ -22,6 +22,7 @@ from stretto_lab.recipes.rows import Heldout, divided, read_rows
 from stretto_lab.recipes.task import Task
 from stretto_lab.recipes.text import IGNORED, BytePairs, FolderTokens, Window
 from stretto_lab.train.outcome import check_folder
+from tests.bits import unequal
 from tests.recipes.files import (
     STORIES,
     expect_same_bits_after_a_kill,
@@ -137,7 +138,7 @@ def test_a_loader_resumes_to_the_sample_after_every_micro_batch(files: Path) -> 
     resumed = loader()
     for place in range(0, 60):
         resumed.load_state_dict(json.loads(json.dumps(running.state_dict())))
-        assert all(map(torch.equal, next(iter(resumed))[:2], whole[place][:2]))
+        assert unequal(next(iter(resumed))[:2], whole[place][:2]) == []
         next(batches)
 
 
@@ -165,7 +166,7 @@ def test_workers_read_ahead_in_the_same_order(files: Path) -> None:
     before = torch.get_rng_state()
     ahead = task_over(files / "stories.jsonl", readers=1)
     pairs = list(islice(zip(alone.loader, ahead.loader, strict=True), 9))
-    assert all(torch.equal(one.inputs, other.inputs) for one, other in pairs)
+    assert [(one, other) for one, other in pairs if not torch.equal(one.inputs, other.inputs)] == []
     assert alone.loader.state_dict() == ahead.loader.state_dict()
     assert torch.equal(torch.get_rng_state(), before)  # or a resumed run would draw other dropout
 
@@ -180,9 +181,11 @@ def test_lora_trains_its_adapters_alone(files: Path) -> None:
     assert changed == {name for name in start if "lora_" in name}
     published = safetensors.torch.load_file("run/model/adapter_model.safetensors")
     assert {name.replace(".default", "") for name in changed} == {*published}
-    assert all(
-        torch.equal(published[name.replace(".default", "")], parameters("run")[name]) for name in changed
-    )
+    assert [
+        name
+        for name in changed
+        if not torch.equal(published[name.replace(".default", "")], parameters("run")[name])
+    ] == []
     assert not Path("run/model/model.safetensors").exists()
     assert task.build(0, 1, 0, None).model.peft_config["default"].lora_alpha == 2.0 * task.lora_rank
 
@@ -193,7 +196,9 @@ def test_a_model_folder_brings_parameters_and_a_configuration_new_ones(files: Pa
     stored = safetensors.torch.load_file(files / "model" / "model.safetensors")
     tuned = task_over(files / "stories.jsonl", model=str(files / "model")).model
     assert tuned.training
-    assert all(torch.equal(tuned.state_dict()[name], value) for name, value in stored.items())
+    assert [
+        (name, value) for name, value in stored.items() if not torch.equal(tuned.state_dict()[name], value)
+    ] == []
     fresh = task_over(files / "stories.jsonl", model=str(files / "model" / "config.json")).model
     assert fresh.config.n_embd == 16
     assert not torch.equal(fresh.state_dict()["transformer.wte.weight"], stored["transformer.wte.weight"])
@@ -204,7 +209,9 @@ def test_a_run_ends_with_a_folder_that_transformers_reads(files: Path) -> None:
     train_virtually(run, 2)
     transformers = importlib.import_module("transformers")
     published = transformers.AutoModelForCausalLM.from_pretrained("run/model").state_dict()
-    assert all(torch.equal(published[name], value) for name, value in parameters("run").items())
+    assert [
+        (name, value) for name, value in parameters("run").items() if not torch.equal(published[name], value)
+    ] == []
     assert FolderTokens("run/model").encode(b"the cat") == FolderTokens(str(files / "tokens")).encode(
         b"the cat"
     )

@@ -105,8 +105,12 @@ def test_evaluation_is_the_same_for_all_ranks_seeds_and_times_and_leaves_the_mod
     assert task.evaluate(task.model) == first
     other = built(rank=1, world_size=2, seed=9)
     assert other.evaluate(task.model) == first
-    assert all(torch.equal(value, state[name]) for name, value in task.model.state_dict().items())
-    assert all(parameter.grad is None for parameter in task.model.parameters())
+    assert [
+        (name, value)
+        for name, value in task.model.state_dict().items()
+        if not torch.equal(value, state[name])
+    ] == []
+    assert [parameter for parameter in task.model.parameters() if parameter.grad is not None] == []
     assert [name for name, module in task.model.named_modules() if not module.training] == ["lm_head"]
 
 

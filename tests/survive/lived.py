@@ -272,7 +272,9 @@ def built_in(term: Term, lived: Lived, moments: Moments) -> Built:
     """What a process builds in every term, because its model is in shards."""
     moments.passed()
     meshes = term.meshes()
-    assert all(model() is None for model in moments.models), "a model of a term before is still there"
+    assert [model for model in moments.models if model() is not None] == [], (
+        "a model of a term before is still there"
+    )
     built = Built(meshes, whole_tensors=lived.whole_tensors)
     moments.watch(built.model)
     return built

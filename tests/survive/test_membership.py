@@ -167,7 +167,7 @@ def test_members_agree_on_one_list_in_every_term_whoever_dies_sleeps_wakes_and_c
         for terms in course.seen.values():
             for number, seats in terms:
                 lists.setdefault(number, set()).add(seats)
-        assert all(len(found) == 1 for found in lists.values()), (course.seed, lists)
+        assert [found for found in lists.values() if len(found) != 1] == [], (course.seed, lists)
         assert sorted(lists) == list(range(TERMS + 1)), (course.seed, lists)
         by_number = {number: next(iter(found)) for number, found in lists.items()}
         for number in range(TERMS):
@@ -340,9 +340,9 @@ def test_a_copy_lies_on_another_machine_where_there_is_one_and_none_has_many() -
         rng = random.Random(seed)
         machines = [rng.choice("abcd") for _ in range(rng.randint(2, 24))]
         to = buddies(machines)
-        assert all(other != rank for rank, other in enumerate(to))
+        assert [(rank, other) for rank, other in enumerate(to) if other == rank] == []
         if len(set(machines)) > 1:
-            assert all(machines[other] != machines[rank] for rank, other in enumerate(to))
+            assert [(rank, other) for rank, other in enumerate(to) if machines[other] == machines[rank]] == []
         each = rng.randint(1, 6)
         alike = [name for name in "abcdef"[: rng.randint(2, 6)] for _ in range(each)]
         assert sorted(buddies(alike)) == list(range(len(alike)))

@@ -60,7 +60,8 @@ def test_a_run_without_the_bad_rank_is_the_one_continued_by_hand(
     strategy: str, fault: Fault, error: type[CorruptionError]
 ) -> None:
     task = Tiny(width=6000 if fault is LARGE else 16)
-    run = dataclasses.replace(struck("run", strategy=strategy, faults=(fault,)), task=task)
+    # Of ten updates the last three checkpoints stay: the one to go on from is among them.
+    run = dataclasses.replace(struck("run", strategy=strategy, faults=(fault,), checkpoint_every=4), task=task)
     told = persist(run)
     (record,) = quarantine("run")
     assert (record["error"], record["named"], record["left_out"]) == (error.__name__, [1], [1])
@@ -206,6 +207,10 @@ def test_under_another_launcher_every_rank_ends_with_the_code_for_damage() -> No
         ]
         complaints = [rank.communicate()[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [3, 3]
-    assert all("rank 1 (host" in complaint and "reached 3 strikes" in complaint for complaint in complaints)
+    assert [
+        complaint
+        for complaint in complaints
+        if not ("rank 1 (host" in complaint and "reached 3 strikes" in complaint)
+    ] == []
     (record,) = quarantine("run")
     assert (record["named"], record["goes_on_with"]) == ([1], None)

@@ -182,4 +182,4 @@ def test_ranks_begin_together_so_no_update_pays_for_a_slow_start(strategy: str) 
         assert group.now_ns > 60 * 10**9  # it was a slow start
         return seconds
 
-    assert all(seconds < 60 for seconds in VirtualCluster(2).run(program).values)
+    assert [seconds for seconds in VirtualCluster(2).run(program).values if not seconds < 60] == []

@@ -37,8 +37,12 @@ def test_real_and_virtual_ranks_see_the_same_bits(real: list[list[Observed]], in
     )
     for virtual, observed in zip(values, [found[index] for found in real], strict=True):
         assert len(virtual.shown) == len(observed.shown)
-        assert all(map(same, virtual.shown, observed.shown))
-        assert all(map(same, virtual.committed, observed.committed))
-        assert all(map(same, virtual.statistics, observed.statistics))
+        assert [pair for pair in zip(virtual.shown, observed.shown, strict=True) if not same(*pair)] == []
+        assert [
+            pair for pair in zip(virtual.committed, observed.committed, strict=True) if not same(*pair)
+        ] == []
+        assert [
+            pair for pair in zip(virtual.statistics, observed.statistics, strict=True) if not same(*pair)
+        ] == []
         assert same(virtual.final, observed.final)
         assert [u.loss for u in virtual.updates] == [u.loss for u in observed.updates]

@@ -10,6 +10,7 @@ from torch import Tensor, distributed
 import stretto as st
 from stretto.strategies import Strategy
 from stretto_lab.virtual import VirtualCluster
+from tests.bits import unequal
 from tests.diloco.jobs import batch, matrix
 from tests.exactness.jobs import Case, Observed, same, train
 from tests.exactness.matrix import CLIP_NORM
@@ -35,7 +36,7 @@ def test_nodes_of_one_rank_are_ranks_to_the_bit(strategy: Strategy, wire: str) -
     for ours, theirs in zip(run(case, 3, 1), run(plain, 3, 1), strict=True):
         for field in ("shown", "committed", "statistics"):
             pairs = zip(getattr(ours, field), getattr(theirs, field), strict=True)
-            assert all(same(*pair) for pair in pairs), field
+            assert [pair for pair in pairs if not same(*pair)] == [], field
         assert same(ours.final, theirs.final)
         assert [u.sent_bytes for u in ours.updates] == [u.sent_bytes for u in theirs.updates]
 
@@ -59,7 +60,7 @@ def test_a_lone_node_trains_synchronously_to_the_bit(world_size: int, strategy: 
     for ours, theirs in zip(found, expected, strict=True):
         assert same(ours.final, theirs.final)
         assert len(ours.shown) == len(theirs.shown)
-        assert all(map(same, ours.shown, theirs.shown))
+        assert [pair for pair in zip(ours.shown, theirs.shown, strict=True) if not same(*pair)] == []
         norms = [[update.gradient_norm for update in one.updates] for one in (ours, theirs)]
         assert norms[0] == pytest.approx(norms[1], rel=NORM_ROUNDING, abs=0)
 
@@ -109,7 +110,7 @@ def test_two_nodes_of_two_are_two_ranks_with_the_micro_batches_of_a_node(
     nodes = VirtualCluster(4).run(lambda rank, group: shown(rank, group, strategy, wire, 1, ranks_per_node=2))
     ranks = VirtualCluster(2).run(lambda rank, group: shown(rank, group, of_ranks(strategy), wire, 2))
     for rank, found in enumerate(nodes.values):
-        assert all(map(torch.equal, found, ranks.values[rank // 2]))
+        assert unequal(found, ranks.values[rank // 2]) == []
     assert not torch.equal(nodes.values[0][0], nodes.values[2][0])
 
 
@@ -123,4 +124,6 @@ def test_real_ranks_with_two_lanes_get_the_bits_of_virtual_ones() -> None:
     for rank, observed in enumerate(run_ranks(4, trained, cases)):
         for found, values in zip(observed, expected, strict=True):
             assert same(found.final, values[rank].final)
-            assert all(map(same, found.shown, values[rank].shown))
+            assert [
+                pair for pair in zip(found.shown, values[rank].shown, strict=True) if not same(*pair)
+            ] == []
