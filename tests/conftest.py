@@ -7,6 +7,7 @@ import signal
 import sys
 import zlib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,25 +43,29 @@ def pytest_report_header() -> str | None:
     return f"laws draw all their cases from STRETTO_FIRST_SEED={FIRST_SEED} on" if EVERYTHING else None
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave three quarters of a function's cases to `make test-all`, and run few long ones before many short ones.
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Leave three quarters of a function's cases to `make test-all`, before pytest makes an item of each.
 
     Of a function that is marked `long(keep=N)`, N cases stay. Which ones stay depends on the function's name, so that
     the same strategy or wire is not left out everywhere.
     """
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items if not EVERYTHING else ():
-        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    late: set[pytest.Item] = set()
-    for name, of_function in cases.items():
-        mark = of_function[0].get_closest_marker("long")
-        keep = max(2, (len(of_function) + 3) // 4) if mark is None else mark.kwargs.get("keep", 0)
-        first = zlib.crc32(name.encode())
-        stays = {(first + number * len(of_function) // keep) % len(of_function) for number in range(keep)}
-        late.update(item for number, item in enumerate(of_function) if number not in stays)
+    yield
+    cases, mark = metafunc._calls, metafunc.definition.get_closest_marker("long")
+    if not EVERYTHING and len(cases) > 1:
+        keep = max(2, (len(cases) + 3) // 4) if mark is None else max(1, mark.kwargs.get("keep", 0))
+        first = zlib.crc32(metafunc.definition.nodeid.encode())
+        stays = {(first + number * len(cases) // keep) % len(cases) for number in range(keep)}
+        metafunc._calls = [case for number, case in enumerate(cases) if number in stays]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave functions that are marked `long` to `make test-all`, and run few long tests before many short ones."""
+    marks = [(item, item.get_closest_marker("long")) for item in items]
+    late = [item for item, mark in marks if mark and not mark.kwargs and not EVERYTHING]
     if late:
-        config.hook.pytest_deselected(items=[item for item in items if item in late])
-        items[:] = [item for item in items if item not in late]
+        config.hook.pytest_deselected(items=late)
+        items[:] = [item for item, mark in marks if not mark or mark.kwargs]
     items.sort(key=lambda item: item.path.relative_to(SOURCES.parent / "tests").parts[0] not in SLOW)
 
 
