@@ -7,6 +7,9 @@ ARGS ?=
 # Processes that share the tests, a file at a time. Tests of several ranks start more.
 PROCESSES ?= 2
 
+# Where it is set, every process would compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PINNED := $(VENV)/.pinned

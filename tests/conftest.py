@@ -32,6 +32,9 @@ os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it deterministic pr
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that would download something is a mistake
 # Torch's store looks up the name of whoever connects. Where no resolver answers, that is a second each, not five.
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+# Hundreds of processes import the same modules, which each of them would compile anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # What a script starts in its background ignores Ctrl-C, or with nohup a hang-up, and so does what that starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
