@@ -114,7 +114,8 @@ def damaged(
                 targets[what].view(torch.int32).data[5] ^= 1 << 29
         course.updates += parallel.finish()
         found = [incident for update in course.updates for incident in update.incidents]
-        return course.shown, [*found, *parallel.late_incidents]
+        shown = [*course.shown, parallel.model.weight.detach().clone()]
+        return shown, [*found, *parallel.late_incidents]
 
     return list(VirtualCluster(chosen["ranks"]).run(program).values)
 

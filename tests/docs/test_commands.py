@@ -34,7 +34,7 @@ def test_a_printed_command_has_options_and_arms_that_exist(words: list[str]) -> 
         return  # what follows is a folder
     if command == "train":
         _, run = parse_options("train", rest, lambda task: RunConfig(task=task))
-        parse_arms([run.strategy], {})
+        parse_arms([run.strategy])
     elif command == "simulate":
         _, simulation = parse_options("simulate", rest, lambda task: SimulateConfig(task=task))
         simulation.as_run()

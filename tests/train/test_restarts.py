@@ -61,7 +61,9 @@ def test_a_run_without_the_bad_rank_is_the_one_continued_by_hand(
 ) -> None:
     task = Tiny(width=6000 if fault is LARGE else 16)
     # Of ten updates the last three checkpoints stay: the one to go on from is among them.
-    run = dataclasses.replace(struck("run", strategy=strategy, faults=(fault,), checkpoint_every=4), task=task)
+    run = dataclasses.replace(
+        struck("run", strategy=strategy, faults=(fault,), checkpoint_every=4), task=task
+    )
     told = persist(run)
     (record,) = quarantine("run")
     assert (record["error"], record["named"], record["left_out"]) == (error.__name__, [1], [1])
