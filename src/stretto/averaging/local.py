@@ -144,7 +144,9 @@ class LocalReplica(AgreedReplica):
         if round.contribution.count and own.vote in WITHOUT_DATA:
             own = dataclasses.replace(own, vote=Vote.GO_ON)  # see Note [The end of one rank]
         if self.within is not None:
-            own = self.within.merge(own, own.places(measured), round.settings, self.where)
+            own = self.within.merge(
+                own, own.places(measured), lambda: round.settings(exchange.layout), self.where
+            )
             exchange.take_account(self.within.exchange)
         else:
             own = completed(own, measured)

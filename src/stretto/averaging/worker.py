@@ -111,7 +111,7 @@ class Node(Worker):
         self.exchange.take_account(inside)
         report = RoundReport.unpack(records, len(own.used), len(own.changed))
         if not report.settings_agree:
-            texts = {"optimizer settings": round.settings}
+            texts = {"optimizer settings": round.settings(inside.layout)}
             agree(inside, texts, where, first=self.ranks[0], kind=WorkerDisagrees)
         return WorkersRound(
             among(report, self.ranks[0], self.exchange.world_size),

@@ -28,6 +28,7 @@ from stretto.engine.comm_lane import CommLane
 from stretto.engine.failures import FailureDetector, Lifetime
 from stretto.engine.first_loss import check_first_loss
 from stretto.engine.hooks import Gradients, Hooks
+from stretto.engine.model import trains
 from stretto.engine.options import Quota
 from stretto.engine.report import Vote
 from stretto.engine.round import Accounts, Landing, Reduction, Round
@@ -237,7 +238,7 @@ class ComputeLane:
         self._has_failed = False  # whether the other lane has, or the wait for it
         self._opening: Pending[None] | None = None  # the work that an update does ahead of its gradients
         self._hyperparameters: Hyperparameters = []
-        self._frozen: Sequence[str] = ()
+        self._trains = b""
         self._incidents: list[Incident] = []
         self._exposed_seconds, self._skipped_rounds = 0.0, 0  # since the last update
         self.comm, self.replica, self.runtime = comm, comm.replica, comm.runtime
@@ -360,9 +361,9 @@ class ComputeLane:
                 self.statistics.took_off(ready.statistics)
         if self.course.at_boundary:
             self._hyperparameters = read_hyperparameters(self.model.optimizer)
-            self._frozen = self.model.frozen
+            self._trains = bytes(map(trains, self.model.registered))
         ready = dataclasses.replace(
-            ready, vote=self.course.vote, hyperparameters=self._hyperparameters, frozen=self._frozen
+            ready, vote=self.course.vote, hyperparameters=self._hyperparameters, trains=self._trains
         )
         opening, self._opening = self._opening, None
         self._in_flight = self.runtime.spawn(functools.partial(self.comm.advance, ready, opening))

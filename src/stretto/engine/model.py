@@ -16,6 +16,7 @@ from stretto.flat import Layout
 from stretto.optimizer import Schedule, members_of
 
 _version = operator.attrgetter("_version")
+trains = operator.attrgetter("requires_grad")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,12 +142,6 @@ class UserModel:
         misuse.check_moved(self.names, self.parameters, self._memory, self._addresses, where)
         self._addresses = addresses
         misuse.check_written(self.names, self._versions, versions, where)
-
-    @property
-    def frozen(self) -> list[str]:
-        """Names of parameters that the job trains, and that are frozen now."""
-        pairs = zip(self.names, self.registered, strict=True)
-        return [name for name, parameter in pairs if not parameter.requires_grad]
 
     def check_complete(self, where: object) -> None:
         """Raise if a trainable parameter was added, removed or replaced since the model was wrapped, or groups changed.

@@ -150,7 +150,10 @@ class Replica:
         own = round.report(torn=is_torn)
         places = own.places(measured)
         if self.within is not None:
-            own, places = self.within.merge(own, places, round.settings, self.where), []
+            own, places = (
+                self.within.merge(own, places, lambda: round.settings(self.exchange.layout), self.where),
+                [],
+            )
         # The host waits here, for the first time in this round, with everything on its way.
         records = self.exchange.gather_bytes(RoundReport.pack(own), places)
         return sums, RoundReport.unpack(records, len(own.used), len(own.changed))
@@ -267,7 +270,7 @@ class Replica:
 
     def refuse_settings(self, round: Round) -> None:
         """Raise `RanksDisagree`, which shows how the ranks' hyperparameters differ; all ranks must call."""
-        agree(self.exchange, {"optimizer settings": round.settings}, self.where)
+        agree(self.exchange, {"optimizer settings": round.settings(self.exchange.layout)}, self.where)
 
     def is_left_out(self, report: RoundReport, norm_squared: float, kind: type[NonFinite]) -> bool:
         """Return whether to leave this round out; the answer is the same on every rank that took part."""

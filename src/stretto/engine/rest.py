@@ -8,6 +8,7 @@ from stretto.engine.accumulation import Accumulation, GradientBuffer
 from stretto.engine.agreed import Alike
 from stretto.engine.buffers import Buffer
 from stretto.engine.compute_lane import ComputeLane, Stage
+from stretto.engine.model import trains
 from stretto.engine.round import Landing, Reduction
 from stretto.engine.runtime import Arrived
 from stretto.engine.statistics import at
@@ -130,8 +131,9 @@ class RestingLane(ComputeLane):
         if ready.reduction is not None:
             return ready.reduction
         hyperparameters = read_hyperparameters(self.model.optimizer)
+        trained = bytes(map(trains, self.model.registered))
         ready = dataclasses.replace(
-            ready, vote=self.course.vote, hyperparameters=hyperparameters, frozen=self.model.frozen
+            ready, vote=self.course.vote, hyperparameters=hyperparameters, trains=trained
         )
         reduction = self.runtime.spawn(lambda: self.replica.reduce(ready)).result()
         self.close_round(reduction)

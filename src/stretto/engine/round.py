@@ -99,8 +99,8 @@ class Round:
     """Those of which all ranks take rank 0's."""
     vote: Vote
     hyperparameters: Hyperparameters
-    frozen: Sequence[str] = ()
-    """Parameters that were frozen when the hyperparameters were read."""
+    trains: bytes = b""
+    """By parameter, whether it asked for gradients when the hyperparameters were read; the same on all ranks."""
     reduction: "Reduction | None" = None
     """The result, if a checkpoint had the gradients exchanged before take-off."""
     incidents: Sequence[Incident] = ()
@@ -108,11 +108,11 @@ class Round:
     departure: Departure | None = None
     """The sum of its gradients, if it began during the last backward pass."""
 
-    @property
-    def settings(self) -> str:
+    def settings(self, layout: Layout) -> str:
         """What has to be the same on all ranks, as text."""
-        frozen = "".join(f"\nfrozen: {name}" for name in self.frozen)
-        return settings_text(self.hyperparameters) + frozen
+        slots = zip(layout.slots, self.trains, strict=True)
+        frozen = [f"frozen: {slot.name}" for slot, trains in slots if not trains]
+        return "\n".join([settings_text(self.hyperparameters), *frozen])
 
     def take_back(self) -> None:
         """Forget the sum that began early: it is finished."""
@@ -160,7 +160,7 @@ class Round:
             gradient_is_finite=True,
             norm_squared=0.0,
             vote=self.vote,
-            settings=zlib.crc32(self.settings.encode()),
+            settings=zlib.crc32(settings_text(self.hyperparameters).encode() + self.trains),
             used=bytes(self.contribution.used),
             changed=bytes(len(self.statistics)),
             torn=torn,

@@ -66,13 +66,15 @@ class Within:
         digests = self.everyone.gather_bytes(layout.digest().encode())
         return hashlib.sha256(b"".join(digests)).hexdigest()
 
-    def merge(self, own: RankReport, places: Sequence[Place], settings: str, where: str) -> RankReport:
+    def merge(
+        self, own: RankReport, places: Sequence[Place], settings: Callable[[], str], where: str
+    ) -> RankReport:
         """Return the node's report of a round, the same on all its ranks; all must call.
 
         Args:
             own: This rank's.
             places: Parts of it that only its device knows.
-            settings: Of this rank, as text.
+            settings: Of this rank, as text; called where ranks differ.
             where: Rank and step, for messages.
 
         Raises:
@@ -82,7 +84,7 @@ class Within:
         records = self.exchange.gather_bytes(RoundReport.pack(own), places)
         report = RoundReport.unpack(records, len(own.used), len(own.changed))
         if not report.settings_agree:
-            texts = {"optimizer settings": settings}
+            texts = {"optimizer settings": settings()}
             agree(
                 self.exchange,
                 texts,
