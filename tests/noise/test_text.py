@@ -92,7 +92,7 @@ def test_the_page_of_a_run_says_its_noise(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"strategy": "ddp", "noise": noise}))
     report([tmp_path], ReportConfig(out=str(tmp_path / "page.html")))
     page = (tmp_path / "page.html").read_text()
-    assert "variance 0.0001 of the mean gradient; 0.1 at every update number 500; on rank 0, 2" in page
+    assert "variance 0.0001, mean 0.0, every [500, 0.1], averages 0.0, rank [0, 2]" in page
 
 
 def test_ranks_that_go_on_without_others_are_hit_under_their_new_numbers() -> None:

@@ -106,6 +106,7 @@ def describe_task(task: object) -> str:
     settings = [
         f"{name} {value}"
         for name, value in mapping(task).items()
-        if value is not None and not isinstance(value, dict | list)
+        if value is not None
+        and not any(isinstance(one, dict) for one in (value if isinstance(value, list) else [value]))
     ]
     return ", ".join(settings) or "unknown"
