@@ -161,14 +161,22 @@ class Layout:
         return _slots_by_bucket(self.slots, self.buckets)
 
 
-def usual_bucket_bytes(device: torch.device) -> int:
-    """Return how large a collective over values on `device` is, where nobody has said it, in bytes.
+def usual_bucket_bytes(device: torch.device, set_bytes: int = 0, sent_bytes: int = 0, ranks: int = 1) -> int:
+    """Return how large a bucket of values on `device` is, where nobody has said it, in bytes.
 
     Values of a CPU go through sockets, where a small transfer is sent while another one is summed. On a GPU every
     kernel and every collective costs a launch, whatever its size: a billion parameters would be 3,800 buckets of the
-    small size, and are 60 of the large one.
+    small size, and are 60 of the large one. A bucket is cut into one message for every rank: where there are many,
+    buckets are fewer and larger, so that no message is smaller than `MESSAGE_BYTES`.
+
+    Args:
+        device: Where the values lie.
+        set_bytes: Of all values of the set.
+        sent_bytes: Of them on the wire.
+        ranks: That share the set.
     """
-    return 2**20 if device.type == "cpu" else 2**26
+    most = max(1, sent_bytes // (ranks * MESSAGE_BYTES))
+    return max(2**20 if device.type == "cpu" else 2**26, -(-set_bytes // most))
 
 
 def plan_layout(
@@ -226,17 +234,10 @@ def plan_layout(
         if not is_whole:
             members.sort(key=lambda item: groups[id(item[1])])
         numels = [dealt_numel(one) if is_whole else shard_of(one)[0].numel() for _, one in members]
-        most = (bucket_bytes or usual_bucket_bytes(first.device)) // accumulation_dtype.itemsize
-        # A bucket is cut into one message for every rank: where there are many, buckets are few.
-        count = max(1, int(sum(numels) * bytes_per_value / (world_size * MESSAGE_BYTES)))
-        if bucket_bytes is None and sum(numels) > count * most:
-            most = -(-sum(numels) // count)
-        starts, cuts = (place_whole if is_whole else _place)(
-            numels,
-            most,
-            world_size,
-            parts,
-        )
+        numel, itemsize = sum(numels), accumulation_dtype.itemsize
+        usual = usual_bucket_bytes(first.device, numel * itemsize, int(numel * bytes_per_value), world_size)
+        place = place_whole if is_whole else _place
+        starts, cuts = place(numels, (bucket_bytes or usual) // itemsize, world_size, parts)
         for start, (name, parameter) in sorted(zip(starts, members, strict=True), key=_in_flat_order):
             local, shard = shard_of(parameter)
             slots.append(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -245,11 +244,6 @@ def _by_clocks(text: str, clocks: Sequence[Clock | None]) -> list[str]:
         text if one is None else f"{name}:clock={one.minimum},{one.maximum}{colon}{settings}"
         for one in clocks
     ]
-
-
-def without_clock(arm: str) -> str:
-    """Return an arm with fixed counts."""
-    return re.sub(r":clock=\d+,\d+", "", arm)
 
 
 def _on_wire(arm: str, wire: str) -> str:
