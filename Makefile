@@ -5,7 +5,7 @@ VENV ?= .venv
 # More of the command line, for example: make train ARGS="--strategy wp --link 100mbit"
 ARGS ?=
 # Processes that share the tests, a file at a time. Tests of several ranks start more.
-PROCESSES ?= 2
+PROCESSES ?= 3
 
 # Where it is set, every process would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE

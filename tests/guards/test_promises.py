@@ -176,6 +176,7 @@ def differing(one: Seen, other: Seen) -> list[str]:
     return names + (["loss"] if one.losses != other.losses else [])
 
 
+@pytest.mark.long(keep=12)
 @pytest.mark.parametrize("seed", seeds(120))
 def test_damage_is_named_and_what_it_spoilt_is_computed_again_or_left_out(seed: int) -> None:
     case = Case.drawn(seed)

@@ -253,6 +253,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         return run_ranks(2, two_ranks)
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("name", ["EMAWeightAveraging", "WeightAveraging"])
 def test_an_average_is_what_the_model_holds_at_the_end(two: list[dict[str, Any]], name: str) -> None:
     """And what validations see and files hold: to the bit, as all is divided by two; also where updates overlap."""

@@ -48,6 +48,7 @@ def describe(case: Case | int) -> str:
     return f"{strategy.plan}-{case.optimizer}-state_{strategy.state}-gap_{strategy.max_gap}"
 
 
+@pytest.mark.long(keep=3)
 @pytest.mark.parametrize(("case", "world_size"), PAIRS, ids=describe)
 def test_every_replica_equals_the_naive_algorithm(case: Case, world_size: int) -> None:
     expected = algorithm_2(case, world_size)

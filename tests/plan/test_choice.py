@@ -58,6 +58,7 @@ def ask_then_train(rank: int) -> tuple[str, list[str], int]:
     return chosen.arm.text, [one.arm for one in chosen.ranking.prices], parallel.steps
 
 
+@pytest.mark.long
 def test_all_ranks_take_the_same_narrow_wire_on_a_slow_link_and_train_with_it() -> None:
     prepare = functools.partial(register_throttled, Link.parse("20mbit"))
     ranks = run_ranks(WORLD_SIZE, ask_then_train, backend="throttled", prepare=prepare)

@@ -241,6 +241,7 @@ def test_ranks_on_nodes_measure_both_links() -> None:
     assert found.inside.bits_per_second == pytest.approx(4e7, rel=0.15)
 
 
+@pytest.mark.long
 def test_a_job_with_a_wire_keeps_it_and_is_compared_with_the_default_on_that_wire() -> None:
     found = rank_by_time(MACHINE, micro_batches=4, bucket_bytes=BUCKET_BYTES, wire="bf16")
     assert {parse_arm(one.arm).wire for one in found.prices} == {"bf16"}
@@ -254,6 +255,7 @@ def test_formats_that_a_plan_has_no_price_for_are_refused(given: dict[str, Any])
         PlanConfig(task=DigitsResNet(), **given)
 
 
+@pytest.mark.long
 def test_a_run_takes_the_choice_and_its_resume_keeps_to_it(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["--updates", "2", "--no-tensorboard", "--wire", "bf16", "--run-dir", "run"]
     assert main(["train", TINY, "--strategy", "auto", *words]) == 0
@@ -296,6 +298,7 @@ def test_a_run_over_files_begins_in_an_empty_folder_and_the_same_command_goes_on
     assert "measuring" not in told.out
 
 
+@pytest.mark.long
 def test_over_random_machines_a_faster_link_makes_no_update_slower_and_none_is_faster_than_its_computing() -> (
     None
 ):

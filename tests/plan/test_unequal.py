@@ -70,6 +70,7 @@ def machine_of(
     ).with_ranks(ranks, slow)
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("seed", seeds(14))
 def test_a_price_is_within_a_tenth_of_what_a_simulation_takes_over_random_ranks_links_and_clocks(
     seed: int,
@@ -223,6 +224,7 @@ def test_slow_ranks_are_those_of_the_plan_and_ranks_that_were_not_measured_are_a
         PlanConfig(task=DigitsResNet(), ranks=(3,), slow={3: 2.0}).machines(measured)
 
 
+@pytest.mark.long
 def test_the_command_takes_slow_ranks_that_are_not_here(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

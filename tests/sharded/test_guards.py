@@ -183,6 +183,7 @@ def test_a_round_that_cannot_be_run_again_is_left_out_by_the_whole_node() -> Non
             assert "left out" in incident.action
 
 
+@pytest.mark.long
 def test_a_rank_that_decided_alone_would_leave_out_half_of_a_sum() -> None:
     assert not any(is_as for found in run_ranks(WORLD_SIZE, left_out, True) for is_as, _ in found.values())
 

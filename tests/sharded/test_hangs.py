@@ -60,6 +60,7 @@ CASES: tuple[tuple[Strategy, str, str], ...] = (
 )
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(("strategy", "how", "where"), CASES, ids=str)
 def test_a_rank_that_leaves_its_node_waiting_in_a_pass_is_named_by_all(
     strategy: Strategy, how: str, where: str

@@ -6,6 +6,7 @@ import random
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed import Work
@@ -80,6 +81,7 @@ def hidden_and_not(rank: int, torn: bool) -> list[tuple[bool, list[bool], bool]]
     return found
 
 
+@pytest.mark.long
 def test_gradients_of_shards_leave_during_the_backward_pass_and_nothing_else_changes() -> None:
     for found in run_ranks(WORLD_SIZE, hidden_and_not, False):
         for case, (is_same, begun, hides) in zip(cases(), found, strict=True):
@@ -88,6 +90,7 @@ def test_gradients_of_shards_leave_during_the_backward_pass_and_nothing_else_cha
             assert sum(begun) >= case.updates, case
 
 
+@pytest.mark.long
 def test_a_gradient_of_one_shard_that_changes_after_it_has_left_is_summed_again_by_all() -> None:
     for found in run_ranks(WORLD_SIZE, hidden_and_not, True):
         for is_same, begun, hides in found:
@@ -137,6 +140,7 @@ def verified(rank: int) -> list[tuple[list[bool], list[bool]]]:
     return found
 
 
+@pytest.mark.long
 def test_no_backward_pass_waits_for_another_node_however_fast_collectives_are() -> None:
     """Ranks of a node wait for each other there: two that wait for other nodes in turn would never end."""
     for found in run_ranks(WORLD_SIZE, verified):

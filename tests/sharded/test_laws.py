@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -54,6 +55,7 @@ def nodes_of_one_shard(rank: int) -> dict[str, bool]:
     }
 
 
+@pytest.mark.long
 def test_nodes_of_one_shard_are_ranks_with_whole_models_under_every_strategy_and_wire() -> None:
     for found in run_ranks(WORLD_SIZE, nodes_of_one_shard):
         assert [name for name, is_equal in found.items() if not is_equal] == []
@@ -127,6 +129,7 @@ def evaluated(rank: int) -> dict[str, bool]:
     return found
 
 
+@pytest.mark.long
 def test_an_evaluation_by_committed_parameters_changes_nothing() -> None:
     for found in run_ranks(WORLD_SIZE, evaluated):
         assert [name for name, is_equal in found.items() if not is_equal] == []

@@ -125,6 +125,7 @@ def as_pytorch_does(rank: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.long
 def test_every_model_and_precision_is_what_pytorch_makes_of_it_to_the_bit() -> None:
     for found in run_ranks(WORLD_SIZE, as_pytorch_does):
         assert found == dict.fromkeys(found, 0.0)

@@ -78,6 +78,7 @@ def measured(rank: int) -> list[tuple[float, float]]:
     return found
 
 
+@pytest.mark.long
 def test_a_rank_holds_what_the_table_says_of_nodes_divided_by_the_shards() -> None:
     for found in run_ranks(NODES * SHARDS, measured):
         for strategy, (held, expected) in zip(HELD, found, strict=True):

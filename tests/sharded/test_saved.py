@@ -138,6 +138,7 @@ def differing(found: Values, expected: Values) -> set[str]:
     return {name for name, value in expected.items() if not torch.equal(found[name], value)}
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_shards_goes_on_to_the_bit_and_is_read_everywhere(tmp_path: Path) -> None:
     expected = run_ranks(WORLD_SIZE, saved, str(tmp_path))[0]
     for found in run_ranks(WORLD_SIZE, resumed, str(tmp_path)):

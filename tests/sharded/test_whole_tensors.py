@@ -75,6 +75,7 @@ def as_others_do(rank: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.long
 def test_muon_over_shards_is_what_it_is_over_whole_models_and_in_pytorch_to_the_bit() -> None:
     for found in run_ranks(WORLD_SIZE, as_others_do):
         assert found == dict.fromkeys(found, 0.0)
@@ -118,6 +119,7 @@ def under_guards(rank: int) -> dict[str, bool]:
     return found
 
 
+@pytest.mark.long
 def test_guards_find_steps_over_shards_equal() -> None:
     for found in run_ranks(WORLD_SIZE, under_guards):
         assert found == dict.fromkeys(found, True)
@@ -133,6 +135,7 @@ def two_nodes_of_two(rank: int) -> dict[str, tuple[float, float]]:
     return found
 
 
+@pytest.mark.long
 def test_under_every_strategy_two_nodes_of_two_shards_train_as_two_ranks_with_whole_models() -> None:
     for found in run_ranks(WORLD_SIZE, two_nodes_of_two):
         for name, (distance, allowed) in found.items():
@@ -175,6 +178,7 @@ def loaded(rank: int, folder: str) -> dict[tuple[str, tuple[int, int]], tuple[Va
     return found
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_gone_on_from_by_any_number_of_nodes_and_shards(tmp_path: Path) -> None:
     before = run_ranks(WORLD_SIZE, saved, str(tmp_path))
     after = run_ranks(WORLD_SIZE, loaded, str(tmp_path))

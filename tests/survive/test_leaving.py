@@ -205,6 +205,7 @@ def test_a_hundred_terms_in_one_process_leave_neither_threads_nor_descriptors_no
         assert found[-1][2] <= found[1][2] + MOST_BYTES, found
 
 
+@pytest.mark.long
 def test_processes_that_have_done_their_work_end_well() -> None:
     """Python would abort one that ends while the last group is being dropped."""
     store = host_store("127.0.0.1", 0)

@@ -159,6 +159,7 @@ def test_a_job_whose_copies_are_lost_with_their_owners_says_so_and_begins_only_w
     assert job.live(machines, UPDATES)[0].begin > 0
 
 
+@pytest.mark.long
 def test_a_machine_that_was_away_brings_nothing_that_passes_for_what_others_have_kept_meanwhile(
     tmp_path: Path,
 ) -> None:

@@ -80,6 +80,7 @@ def check(lived: Lived, folder: Path) -> None:
     assert run_ranks(len(last.seats), fresh, lived, paths[0]) == [model] * len(last.seats), lived
 
 
+@pytest.mark.long
 def test_nodes_of_shards_go_on_to_the_bit_as_fresh_processes_whoever_is_killed(tmp_path: Path) -> None:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         cases = part([drawn(seed, lived) for seed, lived in enumerate(CASES.values())])

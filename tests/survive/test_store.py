@@ -30,6 +30,7 @@ def lives_without_its_store(ends_by: signal.Signals, lived: Lived) -> list[Outco
         )
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("ends_by", [signal.SIGKILL, signal.SIGSTOP])
 def test_without_its_store_a_job_does_its_work(ends_by: signal.Signals) -> None:
     outcomes = lives_without_its_store(ends_by, CALM)
@@ -38,6 +39,7 @@ def test_without_its_store_a_job_does_its_work(ends_by: signal.Signals) -> None:
     assert [len(one.value[1][0].counted) for one in outcomes] == [24] * 3
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(
     ("ends_by", "line"),
     [

@@ -151,6 +151,7 @@ def test_a_run_whose_worker_is_killed_goes_on_to_its_end(
     )
 
 
+@pytest.mark.long
 def test_nobody_waits_for_what_a_new_process_builds_and_nobody_builds_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -183,6 +183,7 @@ def test_one_that_comes_ends_a_term_where_a_state_is_kept() -> None:
     assert len(ends_of(lives)) == 3
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda one: type(one).__name__)
 def test_one_that_leaves_as_it_is_asked_to_costs_no_update(strategy: st.Strategy) -> None:
     """No state is due. A message a second tells who asks, and the next one is there a second later."""
@@ -355,12 +356,14 @@ def check_states(lives: Mapping[int, Life], case: Case) -> None:
         }
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("part", range(4))
 def test_whoever_dies_and_comes_members_agree_and_every_sample_counts_once(part: int) -> None:
     for seed in range(6 * part, 6 * part + 6):
         check_laws(seed)
 
 
+@pytest.mark.long
 def test_equal_runs_lose_and_go_on_alike() -> None:
     for seed in range(3):
         first, second = (lived(drawn(seed)) for _ in range(2))
@@ -416,6 +419,7 @@ def uneven(
     return list(survive(cluster, train, every=every or 1).values), kept
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("strategy", ALONE, ids=repr)
 def test_where_ranks_step_alone_and_data_are_uneven_states_are_kept_where_all_come(
     strategy: st.Strategy,

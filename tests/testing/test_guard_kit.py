@@ -39,6 +39,7 @@ tests/guards has the others.
 """
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(("guards", "promises", "choices"), SOUND)
 def test_guards_of_ours_keep_the_laws(
     guards: tuple[Guard, ...], promises: Sequence[Damage], choices: dict[str, Any]
@@ -137,6 +138,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(("kind", "words"), BROKEN, ids=lambda value: getattr(value, "__name__", None))
 def test_a_broken_guard_breaks_the_law_that_names_its_fault(kind: type[Guard], words: str) -> None:
     faults = guard_faults(lambda: made(kind), (MASTERS,), strategies=(ZeRO1(),))

@@ -37,6 +37,7 @@ SOUND: list[tuple[Callable[[], Strategy], Sequence[int], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(
     ("make", "ranks", "choices"), SOUND, ids=lambda value: getattr(value, "__name__", None)
 )
@@ -75,6 +76,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(("kind", "words"), BROKEN, ids=lambda value: getattr(value, "__name__", None))
 def test_a_broken_strategy_breaks_the_law_that_names_its_fault(kind: type[Strategy], words: str) -> None:
     faults = strategy_faults(kind, ranks=(1, 2), updates=3)

@@ -118,7 +118,7 @@ def test_ranks_that_step_alone_end_at_the_same_update_with_what_all_have_loaded(
     assert 3 * 8 * before < 500 <= 3 * 8 * outcomes[0].fresh_batches
 
 
-@pytest.mark.long(keep=1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "settings"),
     [

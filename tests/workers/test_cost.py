@@ -132,6 +132,7 @@ def passed(strategy: Strategy, world_size: int, ranks_per_node: int | None) -> s
     return seen.functions
 
 
+@pytest.mark.long
 def test_a_job_of_other_workers_does_not_pass_the_code_of_nodes() -> None:
     inside = {
         "stretto/averaging/worker.py:Node.add_up",
