@@ -42,7 +42,7 @@ from stretto.exchange import (
 )
 from stretto.exchange.transfer import Wait
 from stretto.exchange.verified import VerifiedTwoLevelExchange
-from stretto.flat import ALIGNMENT, Layout, check_parameters, most_rows, original_name, plan_layout, shard_of
+from stretto.flat import Layout, check_parameters, most_rows, original_name, plan_layout, shard_of
 from stretto.groups import may_wait_again, part_of, private_group
 from stretto.guards import Guard
 from stretto.guards.fitting import check_guards
@@ -309,7 +309,7 @@ def _planned(parts: Parts, world_size: int, sharding: "Sharding | None") -> tupl
         parts.optimizer,
         world_size=world_size if sharding is None else len(sharding.across),
         bucket_bytes=parts.options.bucket_bytes,
-        bytes_per_value=WIRES[parts.options.wire].num_bytes(ALIGNMENT) / ALIGNMENT,
+        bytes_per_value=WIRES[parts.options.wire].bytes_per_value,
         widen=parts.options.accumulate == "fp32",
         parts=max(1, parts.ledger.fragments),
         whole_groups=whole,

@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 import stretto as st
 from stretto.errors import EstimateShown, UsageError
 from stretto.strategies import STRATEGIES as EVERY
+from tests.bits import unequal
 from tests.draws import draws, seeds
 from tests.processes import run_ranks
 
@@ -77,10 +78,6 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 def state_of(model: nn.Module) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
@@ -153,20 +150,20 @@ def one_case(seed: int, rank: int) -> None:
                 COPIES[job.how](job.model)
             return
         twin = COPIES[job.how](job.model)
-        assert same(state_of(twin), present), job
+        assert unequal(state_of(twin), present) == [], job
         assert [parameter for parameter in twin.parameters() if parameter.grad is not None] == [], job
         plain = MODELS[job.kind]()
         plain.load_state_dict(twin.state_dict())
         for model in (plain, twin):
             train_plainly(model)
-        assert same(state_of(plain), state_of(twin)), job
+        assert unequal(state_of(plain), state_of(twin)) == [], job
         found.append((twin, state_of(twin)))
 
-    assert same(job.train(look), expected), job
+    assert unequal(job.train(look), expected) == [], job
     for twin, left in found:
-        assert same(state_of(twin), left), job
+        assert unequal(state_of(twin), left) == [], job
         train_plainly(twin)  # also after the job's end
-        assert not same(state_of(twin), left), job
+        assert unequal(state_of(twin), left) != [], job
 
 
 def train_plainly(model: nn.Module) -> None:
@@ -231,7 +228,7 @@ def test_a_copy_of_the_job_or_of_its_optimizer_is_refused_in_one_line_and_change
             assert len(said.splitlines()) == 1
             assert "checkpoint.save" in said or isinstance(caught.value, EstimateShown), (job, what, how)
 
-    assert same(Job(seed, 0).train(look), expected)
+    assert unequal(Job(seed, 0).train(look), expected) == []
 
 
 def test_after_the_end_an_optimizer_is_copied_as_in_pytorch_and_the_job_never() -> None:

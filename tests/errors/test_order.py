@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import stretto as st
 from stretto.errors import ConfigError, Finished, GradientsTouched, OutOfTurn
+from tests.bits import unequal
 from tests.errors.tiny import BOTH_KINDS, STRATEGIES, TinyJob, says
 
 WHERE = "rank 0, after step 1"
@@ -47,13 +48,11 @@ def test_settling_while_a_round_is_in_flight_shows_the_newest_update_and_changes
             looking.model.state_dict()
             masters = looking.parallel.job.sharded.masters
             assert torch.equal(looking.model[0].weight.flatten(), newest(looking, masters))
-        pairs = zip(before, looking.model.parameters(), strict=True)
-        assert [(one, other) for one, other in pairs if not torch.equal(one, other)] == []
+        assert unequal(before, looking.model.parameters()) == []
     for job in (looking, straight):
         job.until_update()
         job.parallel.finish()
-    pairs = zip(looking.model.parameters(), straight.model.parameters(), strict=True)
-    assert [(one, other) for one, other in pairs if not torch.equal(one, other)] == []
+    assert unequal(looking.model.parameters(), straight.model.parameters()) == []
 
 
 def newest(job: TinyJob, masters: list[Tensor]) -> Tensor:
@@ -101,8 +100,7 @@ def test_a_gradient_that_misses_the_take_off_counts_with_its_own_round() -> None
     for job in (through, past):
         job.parallel.count_micro_batch()
         job.parallel.finish()
-    pairs = zip(through.model.parameters(), past.model.parameters(), strict=True)
-    assert [(one, other) for one, other in pairs if not torch.equal(one, other)] == []
+    assert unequal(through.model.parameters(), past.model.parameters()) == []
 
 
 @pytest.mark.parametrize("strategy", BOTH_KINDS)

@@ -180,8 +180,7 @@ def test_what_an_own_backward_has_left_is_counted_as_it_is(strategy: str) -> Non
         job.micro_batch()
         job.parallel.finish()
     # A half is a power of two: every gradient is halved exactly, before the sum as after it.
-    pairs = zip(clipped.model.parameters(), weighed.model.parameters(), strict=True)
-    assert [(one, other) for one, other in pairs if not torch.equal(one, other)] == []
+    assert unequal(clipped.model.parameters(), weighed.model.parameters()) == []
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
@@ -195,8 +194,7 @@ def test_an_own_backward_with_create_graph_counts_like_any_other(strategy: str) 
         job.micro_batch()
         job.parallel.finish()
         job.model.zero_grad()  # breaks the cycle of references
-    pairs = zip(jobs[0].model.parameters(), jobs[1].model.parameters(), strict=True)
-    assert [(one, other) for one, other in pairs if not torch.equal(one, other)] == []
+    assert unequal(jobs[0].model.parameters(), jobs[1].model.parameters()) == []
 
 
 @pytest.mark.parametrize("strategy", BOTH_KINDS)
@@ -213,8 +211,7 @@ def test_gradients_of_another_backward_are_told_and_can_be_dropped(strategy: str
     for job in (struck, clean):
         job.until_update()
         job.parallel.finish()
-    pairs = zip(struck.model.parameters(), clean.model.parameters(), strict=True)
-    assert [(one, other) for one, other in pairs if not torch.equal(one, other)] == []
+    assert unequal(struck.model.parameters(), clean.model.parameters()) == []
 
 
 def test_a_loop_that_never_counts_is_told_at_the_end() -> None:

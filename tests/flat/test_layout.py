@@ -93,7 +93,7 @@ def test_buckets_are_not_larger_than_asked_for_plus_alignment(
 def test_no_rank_sends_another_less_than_16_kib_of_a_bucket_however_many_ranks_there_are(wire: str) -> None:
     model = nn.utils.skip_init(nn.Linear, 2**13, 2**12)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    bytes_per_value = WIRES[wire].num_bytes(ALIGNMENT) / ALIGNMENT
+    bytes_per_value = WIRES[wire].bytes_per_value
     for ranks in (2, 3, 8, 64, 100, 1024):
         layout, _ = plan_layout(
             model, optimizer, world_size=ranks, bucket_bytes=None, widen=True, bytes_per_value=bytes_per_value

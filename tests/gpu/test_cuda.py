@@ -22,6 +22,7 @@ from stretto.groups import SoloGroup
 from stretto.guards.repair import repairs
 from stretto.strategies.ledger import ledger_of
 from stretto_lab.faults import Fault, FaultPlan, Injector, strike_memory
+from tests.bits import unequal
 from tests.processes import run_ranks
 
 IS_CUDA = torch.cuda.is_available()
@@ -90,10 +91,6 @@ def trained(
     return [parameter.detach().cpu() for parameter in model.parameters()], incidents
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(map(torch.equal, one, other))
-
-
 def plain_and_ours(autocast: bool) -> tuple[list[Tensor], list[Tensor]]:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -108,7 +105,7 @@ def plain_and_ours(autocast: bool) -> tuple[list[Tensor], list[Tensor]]:
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_lone_rank_equals_a_plain_loop_to_the_bit(autocast: bool) -> None:
-    assert same(*alone(plain_and_ours, autocast))
+    assert unequal(*alone(plain_and_ours, autocast)) == []
 
 
 def twice(name: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -119,7 +116,7 @@ def twice(name: str) -> tuple[list[Tensor], list[Tensor]]:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_work_on_two_streams_gives_the_bits_of_work_that_waits(name: str) -> None:
     """A read before a write has ended, or a write before a read, would show here."""
-    assert same(*alone(twice, name))
+    assert unequal(*alone(twice, name)) == []
 
 
 def over_backend(name: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -130,7 +127,7 @@ def over_backend(name: str) -> tuple[list[Tensor], list[Tensor]]:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_one_rank_over_the_backend_has_the_bits_of_no_group(name: str) -> None:
-    assert same(*alone(over_backend, name, backend=BACKEND))
+    assert unequal(*alone(over_backend, name, backend=BACKEND)) == []
 
 
 def streams_of_kernels(strategy: st.Strategy) -> set[int]:
@@ -189,7 +186,7 @@ def struck(name: str) -> tuple[list[Tensor], list[Tensor], list[str]]:
 def test_guards_mend_a_flipped_bit(name: str) -> None:
     undisturbed, final, sites = alone(struck, name)
     assert sites == ["masters"]
-    assert same(undisturbed, final)
+    assert unequal(undisturbed, final) == []
 
 
 def held_bytes(strategy: st.Strategy) -> tuple[float, float]:
@@ -248,7 +245,7 @@ def save(parallel: st.DataParallel, update: st.Update) -> None:
 
 @pytest.mark.parametrize(("first", "second"), sorted({(DEVICE, DEVICE), (DEVICE, "cpu"), ("cpu", DEVICE)}))
 def test_a_checkpoint_goes_on_on_another_device(first: str, second: str) -> None:
-    assert same(*alone(resumed, first, second))
+    assert unequal(*alone(resumed, first, second)) == []
 
 
 def narrow() -> tuple[set[torch.dtype], list[bool]]:

@@ -17,6 +17,7 @@ from stretto.errors import GradientsTouched, StepWithoutBackward
 from stretto.strategies import STRATEGIES, Strategy
 from stretto.strategies.ledger import ledger_of
 from stretto_lab.virtual import VirtualCluster
+from tests.bits import unequal
 from tests.loops.habits import BOTH_KINDS, batches, job, mean_square, network
 
 EVERY = [pytest.param(kind(), id=name) for name, kind in STRATEGIES.items()]
@@ -112,9 +113,7 @@ def test_a_prediction_that_is_hidden_between_epochs_comes_back() -> None:
                 land(in_flight)
             in_flight = gradients
         land(in_flight)
-        assert [
-            pair for pair in zip(model.parameters(), committed, strict=True) if not torch.equal(*pair)
-        ] == []
+        assert unequal(model.parameters(), committed) == []
     parallel.finish()
 
 

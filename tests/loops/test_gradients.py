@@ -11,6 +11,7 @@ from torch.func import functional_call, grad
 import stretto
 from stretto.errors import GradientsTouched, OptimizerStepped, ParametersTouched, UsageError
 from stretto.strategies import Strategy
+from tests.bits import unequal
 from tests.loops.habits import (
     BOTH_KINDS,
     ESTIMATING,
@@ -286,7 +287,7 @@ def test_a_moving_average_of_committed_parameters_is_taken_inside_settled(strate
     expected = [parameter.detach().clone() for parameter in network().parameters()]
     for values in committed:
         expected = [one.lerp(other, 0.5) for one, other in zip(expected, values, strict=True)]
-    assert [pair for pair in zip(expected, average.parameters(), strict=True) if not torch.equal(*pair)] == []
+    assert unequal(expected, average.parameters()) == []
 
 
 def test_the_step_of_a_gradient_scaler_that_scales_nothing_is_told() -> None:

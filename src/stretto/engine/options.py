@@ -94,8 +94,8 @@ class Options:
     parameter, but loses low bits with every micro-batch."""
     bucket_bytes: int | None = None
     """Largest collective, in bytes of the gradient buffer. None is 1 MiB for parameters on a CPU, and 64 MiB on other
-    devices, where a bucket costs launches whatever its size. It is more where a rank would otherwise send each other
-    rank less than 16 KiB of it: from 5 ranks on `rotated2`, from 65 on fp32. `job.layout.bucket_bytes` is in force.
+    devices, where a bucket costs launches whatever its size. If a rank would send each other rank less than 16 KiB of
+    such a bucket, None is larger: from 5 ranks on `rotated2`, from 65 on fp32. `job.layout.bucket_bytes` is that size.
     Over slow links between GPUs set it yourself: a single large transfer fills the queue of a link and then waits for
     itself. Four buckets travel at a time, and a rank holds scratch memory for these. Where an optimizer needs whole
     tensors, a bucket is larger if even slices need it. The last one is never hidden: on CPUs 2**18 was 5 % faster at

@@ -71,6 +71,11 @@ class Wire(ABC):
     def num_bytes(self, numel: int) -> int:
         """Return the bytes of `numel` values."""
 
+    @property
+    def bytes_per_value(self) -> float:
+        """Of a bucket: the block of every format divides `ALIGNMENT`."""
+        return self.num_bytes(ALIGNMENT) / ALIGNMENT
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlainWire(Wire):

@@ -7,6 +7,7 @@ from stretto.flat.layout import (
     FlatSet,
     Layout,
     Slot,
+    bucket_bytes_among,
     plan_layout,
     usual_bucket_bytes,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "Shares",
     "Slices",
     "Slot",
+    "bucket_bytes_among",
     "check_parameters",
     "dealt_numel",
     "is_dtensor",

@@ -161,22 +161,29 @@ class Layout:
         return _slots_by_bucket(self.slots, self.buckets)
 
 
-def usual_bucket_bytes(device: torch.device, set_bytes: int = 0, sent_bytes: int = 0, ranks: int = 1) -> int:
-    """Return how large a bucket of values on `device` is, where nobody has said it, in bytes.
+def usual_bucket_bytes(device: torch.device) -> int:
+    """Return how large a collective over values on `device` is, where nobody has said it, in bytes.
 
     Values of a CPU go through sockets, where a small transfer is sent while another one is summed. On a GPU every
     kernel and every collective costs a launch, whatever its size: a billion parameters would be 3,800 buckets of the
-    small size, and are 60 of the large one. A bucket is cut into one message for every rank: where there are many,
-    buckets are fewer and larger, so that no message is smaller than `MESSAGE_BYTES`.
+    small size, and are 60 of the large one.
+    """
+    return 2**20 if device.type == "cpu" else 2**26
+
+
+def bucket_bytes_among(ranks: int, usual: int, set_bytes: int, sent_bytes: int) -> int:
+    """Return the usual size of a bucket, or a larger one if messages would be smaller than `MESSAGE_BYTES`.
+
+    A rank sends each other rank one part of every bucket. If there are many ranks, buckets have to be few.
 
     Args:
-        device: Where the values lie.
-        set_bytes: Of all values of the set.
-        sent_bytes: Of them on the wire.
         ranks: That share the set.
+        usual: `usual_bucket_bytes` of its device.
+        set_bytes: Of all values of the set in the gradient buffer.
+        sent_bytes: Of the same values on the wire.
     """
     most = max(1, sent_bytes // (ranks * MESSAGE_BYTES))
-    return max(2**20 if device.type == "cpu" else 2**26, -(-set_bytes // most))
+    return max(usual, -(-set_bytes // most))
 
 
 def plan_layout(
@@ -201,7 +208,7 @@ def plan_layout(
         optimizer: Holds the parameter groups.
         world_size: Number of ranks.
         bucket_bytes: Upper bound of a bucket in the gradient buffer, in bytes; with whole tensors it is a lower one.
-            None is what `usual_bucket_bytes` and `MESSAGE_BYTES` say.
+            If it is None, `bucket_bytes_among` chooses.
         widen: Accumulate 16-bit parameters' gradients in float32.
         bytes_per_value: Of gradients on the wire.
         parts: Cut every set into a multiple of so many buckets, as far as its elements go; about so many at least
@@ -235,9 +242,10 @@ def plan_layout(
             members.sort(key=lambda item: groups[id(item[1])])
         numels = [dealt_numel(one) if is_whole else shard_of(one)[0].numel() for _, one in members]
         numel, itemsize = sum(numels), accumulation_dtype.itemsize
-        usual = usual_bucket_bytes(first.device, numel * itemsize, int(numel * bytes_per_value), world_size)
+        usual, sent = usual_bucket_bytes(first.device), int(numel * bytes_per_value)
         place = place_whole if is_whole else _place
-        starts, cuts = place(numels, (bucket_bytes or usual) // itemsize, world_size, parts)
+        most = bucket_bytes or bucket_bytes_among(world_size, usual, numel * itemsize, sent)
+        starts, cuts = place(numels, most // itemsize, world_size, parts)
         for start, (name, parameter) in sorted(zip(starts, members, strict=True), key=_in_flat_order):
             local, shard = shard_of(parameter)
             slots.append(

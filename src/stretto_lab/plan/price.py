@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from stretto.engine import Clock, Options
 from stretto.errors import ConfigError
 from stretto.exchange import WIRES
-from stretto.flat import ALIGNMENT, MESSAGE_BYTES
+from stretto.flat import bucket_bytes_among
 from stretto.strategies import Strategy
 from stretto.strategies.ledger import Ledger, ledger_of
 from stretto_lab.estimate.times import bytes_held
@@ -79,9 +79,9 @@ def price(arm: Arm, machine: Machine, *, micro_batches: int, bucket_bytes: int |
     """
     micro_batches = arm.settings.get("micro_batches", micro_batches)
     clock = arm.settings.get("clock") if arm.overlaps else None
-    bytes_per_value = WIRES[arm.wire].num_bytes(ALIGNMENT) / ALIGNMENT
-    by_ranks = math.ceil(machine.ranks * MESSAGE_BYTES * 4 / bytes_per_value)
-    bucket_bytes = arm.settings.get("bucket_bytes", bucket_bytes) or max(machine.bucket_bytes, by_ranks)
+    sent_bytes = int(machine.parameters * WIRES[arm.wire].bytes_per_value)
+    usual = bucket_bytes_among(machine.ranks, machine.bucket_bytes, 4 * machine.parameters, sent_bytes)
+    bucket_bytes = arm.settings.get("bucket_bytes", bucket_bytes) or usual
     if clock is None:
         return _priced(arm, machine, bucket_bytes, micro_batches, float(micro_batches))
     found = _priced(arm, machine, bucket_bytes, clock, clock.minimum * ledger_of(arm.strategy()).rounds)

@@ -128,7 +128,7 @@ class Loop:
         task: What to train.
         handle: What its model is wrapped in.
         plan: When to evaluate, save and end.
-        observers: Told of every update, evaluation and incident; on ranks other than 0 at most a trace.
+        observers: Rank 0 tells them of every update, evaluation and incident; the others have none.
         saves: Writes the checkpoints.
         stopwatch: The training time.
         totals: Adds up the updates.

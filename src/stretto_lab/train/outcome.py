@@ -1,8 +1,8 @@
 """The outcome of a run on one rank, a description of the machine it ran on, and the run's folder.
 
-The folder holds config.json, updates.jsonl, evaluations.jsonl, memory.jsonl, tensorboard/, checkpoints/, traces/ and
-model.pt; where faults are done on purpose also strikes/; of a model that other libraries read also model/, and the
-tokenizer/ that was made for it.
+The folder holds config.json, updates.jsonl, evaluations.jsonl, memory.jsonl, tensorboard/, checkpoints/ and model.pt;
+where faults are done on purpose also strikes/; of a model that other libraries read also model/, and the tokenizer/
+that was made for it.
 """
 
 import dataclasses
