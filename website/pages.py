@@ -21,8 +21,11 @@ DECISIONS = "docs/decisions/"
 """Records for those who change the code: files that pages link to, and no pages."""
 FIRST = {
     "Start": 2.0,
-    "How to": 2.0,
-    "Understand": 1.0,
+    "Train": 2.0,
+    "Slow network": 2.0,
+    "Robustness": 2.0,
+    "Scale": 2.0,
+    "Extend": 1.0,
     "Examples": 0.1,
     "Project": 0.01,
     "Reference": 0.01,
