@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from stretto.engine.inquiry import Inquiry
-from stretto.engine.watcher import Place, Watcher
+from stretto.engine.watcher import Watcher
 from stretto.errors import PeerFailed
 from stretto.groups.connections import Connection
 
@@ -16,21 +16,18 @@ NEVER = 600.0
 
 
 class Ends:
-    """This rank's connections to two others, and what the three give into their store."""
+    """This rank's connections to two others on its machine, and what the three give into their store."""
 
     def __init__(self) -> None:
         store = dist.PrefixStore("stretto", dist.HashStore())
         self.sockets = [socket.socket() for _ in range(2)]
         connections = [
-            Connection(one.fileno(), os.fstat(one.fileno()).st_ino, f"to-{rank}")
+            Connection(
+                one.fileno(), os.fstat(one.fileno()).st_ino, f"to-{rank}", own="127.0.0.1", other="127.0.0.1"
+            )
             for rank, one in enumerate(self.sockets)
         ]
-        names = [{"to-0"}, {"to-1"}, {"to-0", "to-1"}]
-        self.watchers = [
-            Watcher(store, range(3), rank, Place(False, frozenset(names[rank])), NEVER, ())
-            for rank in range(3)
-        ]
-        self.watchers[2].look(NEVER)  # reads the places of the others
+        self.watchers = [Watcher(store, range(3), rank, False, "127.0.0.1", NEVER, ()) for rank in range(3)]
         self.inquiry = Inquiry(
             self.watchers[2],
             connections,
@@ -39,6 +36,11 @@ class Ends:
             ranks=range(3),
             timeout_seconds=NEVER,
         )
+
+    def die(self, rank: int) -> None:
+        """Have nothing left of a rank."""
+        self.sockets[rank].close()
+        self.watchers[rank].end(leaves=False)
 
     def error(self) -> PeerFailed:
         """Look until the wait ends."""
@@ -59,9 +61,9 @@ def ends() -> Iterator[Ends]:
 
 
 def test_a_connection_that_closes_later_is_not_named(ends: Ends) -> None:
-    ends.sockets[0].close()
+    ends.die(0)
     ends.inquiry.look()
-    ends.sockets[1].close()
+    ends.die(1)
     error = ends.error()
     assert error.ranks == (0,)
     assert "rank 0 died" in str(error)
@@ -69,14 +71,14 @@ def test_a_connection_that_closes_later_is_not_named(ends: Ends) -> None:
 
 def test_where_two_close_at_once_the_word_of_the_one_that_has_ended_is_waited_for(ends: Ends) -> None:
     ends.watchers[1].say("finding", "PeerFailed rank 0 died or closed its connection", NEVER)
-    for one in ends.sockets:
-        one.close()
+    for rank in range(2):
+        ends.die(rank)
     text = str(ends.error())
     assert "rank 0 died" in text
     assert "rank 1" not in text
 
 
 def test_two_that_close_at_once_without_a_word_are_both_named(ends: Ends) -> None:
-    for one in ends.sockets:
-        one.close()
+    for rank in range(2):
+        ends.die(rank)
     assert ends.error().ranks == (0, 1)

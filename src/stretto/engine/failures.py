@@ -24,7 +24,7 @@ from torch import distributed as dist
 from stretto.engine.inquiry import Inquiry
 from stretto.engine.round import Progress
 from stretto.engine.telling import tell
-from stretto.engine.watcher import Place, Watcher, keeps, store_of
+from stretto.engine.watcher import Watcher, keeps, store_of
 from stretto.errors import CommunicationError, Finished, NoWayOn, PeerFailed, StrettoError
 from stretto.exchange.transfer import Started, Wait
 from stretto.groups import connections_of, may_wait_again, orders_streams, ranks_of, retire
@@ -72,9 +72,9 @@ class FailureDetector:
         self._connections = connections_of(group) if waits_again else set()
         self._completed: collections.deque[dist.Work] = collections.deque(maxlen=_KEPT)
         store = store_of(group)
-        place = Place(keeps(store), frozenset(connection.name for connection in self._connections))
+        host = next((connection.own for connection in self._connections), None)
         aborts = () if waits_again else self.waited_in
-        self._watcher = Watcher(store, ranks_of(group), self.rank, place, silent_seconds, aborts)
+        self._watcher = Watcher(store, ranks_of(group), self.rank, keeps(store), host, silent_seconds, aborts)
         self._patience = datetime.timedelta(seconds=min(self._watcher.period, timeout_seconds))
         # Where nobody ends the job; also as Python ends, because no thread may come out of C++ then.
         weakref.finalize(self, self._watcher.end, leaves=False)

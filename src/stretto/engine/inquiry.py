@@ -205,15 +205,12 @@ class Inquiry:
 
 
 def closed_ranks(watcher: Watcher, connections: Collection[Connection]) -> list[int]:
-    """Return the ranks whose connections to this one are closed, unless they have ended the job in their own way."""
-    closed = {connection.name for connection in connections if not connection.is_open}
-    if not closed:
-        return []
-    return sorted(
-        rank
-        for rank, place in watcher.places.items()
-        if not closed.isdisjoint(place.connections) and rank not in watcher.left
-    )
+    """Return ranks that are gone where a connection has closed, unless they have ended the job in their own way.
+
+    Which rank was at its other end is not known, so every rank at that address is asked.
+    """
+    hosts = {connection.other for connection in connections if not connection.is_open}
+    return [rank for rank in watcher.gone(hosts, _WORD_SECONDS) if rank not in watcher.left] if hosts else []
 
 
 def _error(kind: type[CommunicationError], message: str, ranks: Sequence[int]) -> CommunicationError:

@@ -49,7 +49,7 @@ def tell(
     is_told = is_users or not (known or isinstance(error, CommunicationError))
     if is_told:
         watcher.say("failure", f"{where}: {type(error).__name__}: {error}", ANSWER_SECONDS)
-    if watcher.place.keeps_store and not (known and not is_told):
+    if watcher.keeps_store and not (known and not is_told):
         _await_hearing(watcher, connections, error)
     return is_told
 
@@ -59,8 +59,8 @@ def _await_hearing(watcher: Watcher, connections: Collection[Connection], error:
     deadline = time.monotonic() + ANSWER_SECONDS
     gone = {*watcher.silent, *(error.ranks if isinstance(error, PeerSilent) else ())}
     while watcher.look(ANSWER_SECONDS) and time.monotonic() < deadline:
-        gone.update(watcher.left, closed_ranks(watcher, connections))
-        for topic in ("heard", "failure", "death"):
+        gone.update(watcher.left, closed_ranks(watcher, connections), watcher.hearers(ANSWER_SECONDS))
+        for topic in ("failure", "death"):
             gone.update(watcher.heard(topic))
         if gone.issuperset(watcher.others):
             return

@@ -10,16 +10,20 @@ Note [How long a rank is silent]
     So a rank that was itself stopped, or could not reach the store, does not blame the others for its own absence. A
     thread gives the signs, so a rank that computes, compiles or saves gives them too. One long call that keeps Python's
     lock stops them: a rank without signs is asked itself, long before it counts as silent (`stretto.groups.answering`).
+
+Note [What the store costs]
+    A rank writes the same few bytes at its start, and makes the same three calls at each look, however many ranks the
+    job has: its own sign, one read of the signs of the ranks that it watches and of what anybody has said, and one
+    question for deaths. Only where a connection has closed does it read where all ranks answer, once.
 """
 
 import contextlib
-import dataclasses
+import json
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Self
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -42,35 +46,16 @@ _ARRIVE_SECONDS = 5.0
 """How long a job waits at its start for the store to answer."""
 _JOIN_SECONDS = 1.0
 """How long its end waits for a call of the store to come back."""
-_BEAT, _PLACE, _ANSWERS, _TROUBLE, _LEFT = "beat", "place", "answers", "trouble", "left"
-"""Topics, the one key that is read while no rank has written anything else, and the last sign of a rank that ends."""
-_WORDS = ("failure", "finding", "alarm", "heard")
-"""What ranks write where something has gone wrong."""
+_BEAT, _LEFT = "beat", "left"
+"""Where the signs of a rank lie, and the last one of a rank that ends the job in its own way."""
+_SAID, _HEARD, _ANSWERS = "said", "heard", "answers"
+"""Lists to which ranks append lines: what all must know, who has heard of an error, and where each rank answers."""
 
 
 def last_sign(store: Store, rank: int) -> str | None:
     """Return the last sign of life that a rank has given in the store of its job; None where it has given none."""
     key = f"{_BEAT}/{rank}"
     return store.get(key).decode() if store.check([key]) else None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Place:
-    """What the others may want to know of a rank when it is gone."""
-
-    keeps_store: bool
-    """Whether the store ends with its process."""
-    connections: frozenset[str]
-    """Names of those that its group has opened."""
-
-    def __str__(self) -> str:
-        return " ".join([str(int(self.keeps_store)), *sorted(self.connections)])
-
-    @classmethod
-    def read(cls, text: str) -> Self:
-        """Return the place that `text` was written from."""
-        keeps_store, *names = text.split(" ")
-        return cls(keeps_store == "1", frozenset(names))
 
 
 class Watcher:
@@ -80,7 +65,8 @@ class Watcher:
         store: Of the job's group; None, or a rank alone, watches nobody.
         members: Of the job: their ranks in the default group, by which whoever has started them calls them.
         rank: Of this process among them.
-        place: Of this rank.
+        keeps_store: Whether the store ends with this process.
+        host: The address at which other ranks see this one, for its answers; None for the one towards the store.
         silent_seconds: After which a rank without a sign of life counts as silent.
         aborts: Groups to abort once a rank is known to be gone, because nothing else ends what waits for them.
     """
@@ -90,7 +76,8 @@ class Watcher:
         store: Store | None,
         members: Sequence[int],
         rank: int,
-        place: Place,
+        keeps_store: bool,
+        host: str | None,
         silent_seconds: float,
         aborts: Sequence[dist.ProcessGroup],
     ) -> None:
@@ -98,11 +85,14 @@ class Watcher:
         self.rank = rank
         self.silent_seconds = silent_seconds
         self.period = min(PERIOD_SECONDS, silent_seconds / _PERIODS)
-        self.place = place
-        self.places: dict[int, Place] = {}
-        """Of the other ranks, as far as they have been read."""
+        self.keeps_store = keeps_store
+        self._host = host
+        self._where: dict[int, str] = {}
+        """Where other ranks answer, as far as it has been read."""
         self.words: Mapping[str, Mapping[int, str]] = {}
-        """What other ranks have written, by topic and rank, and their deaths."""
+        """What other ranks have said, by topic and rank, and their deaths."""
+        self._read = 0
+        """Bytes of what all ranks have said that have been read."""
         self.beats: Mapping[int, str] = {}
         """The last signs of those ranks whose signs are read here."""
         self.answers = 0
@@ -119,6 +109,8 @@ class Watcher:
         """Whether it has aborted the groups that it was given."""
         following = [(rank + distance) % len(members) for distance in range(1, len(members))]
         self._watched = following[:_WATCHED]
+        self._readable: set[int] = set()
+        """Ranks whose sign can be read: a read waits for a key that nobody has written."""
         self._silence: dict[int, float] = {}
         self._late: set[int] = set()
         self._errands: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]] = queue.SimpleQueue()
@@ -138,11 +130,27 @@ class Watcher:
     def say(self, topic: str, text: str, seconds: float) -> bool:
         """Write `text` for the other ranks; return whether it is there within `seconds`."""
 
-        def write() -> None:
-            self._store.set(f"{topic}/{self.rank}", text)
-            self._store.set(_TROUBLE, "")
+        key = _HEARD if topic == _HEARD else _SAID
+        return self._do(lambda: self._append(key, self._line(topic, text)), seconds)
 
-        return self._do(write, seconds)
+    def hearers(self, seconds: float) -> set[int]:
+        """Return the other ranks that have said that they have heard of an error, as far as the store answers."""
+        found: set[int] = set()
+        self._do(lambda: found.update(rank for rank, _, _ in self._lines(_HEARD)), seconds)
+        return found
+
+    def gone(self, hosts: Collection[str], seconds: float) -> list[int]:
+        """Return the ranks at these addresses where nobody answers any more: they have died, or ended the job."""
+        if len(self._where) < len(self.others):
+            self._do(
+                lambda: self._where.update((rank, where) for rank, _, where in self._lines(_ANSWERS)), seconds
+            )
+        known = {
+            **self.heard("keeper"),
+            **self._where,
+        }  # where the store has ended, of whoever kept it at least
+        near = [rank for rank, where in known.items() if where.partition(" ")[0] in hosts]
+        return sorted(rank for rank in near if answers(known[rank], self.period) is False)
 
     def look(self, seconds: float) -> bool:
         """Look now; return whether the store has answered within `seconds`."""
@@ -153,7 +161,7 @@ class Watcher:
         self._watched = [*self._watched, *(rank for rank in ranks if rank not in self._watched)]
 
     def heard(self, topic: str) -> Mapping[int, str]:
-        """Return what other ranks had written about `topic` at the last look."""
+        """Return what other ranks had said about `topic` at the last look."""
         return self.words.get(topic, {})
 
     @property
@@ -174,7 +182,7 @@ class Watcher:
     @property
     def keeper(self) -> int | None:
         """The other rank with whose process the store ends, where it is known."""
-        return next((rank for rank, place in self.places.items() if place.keeps_store), None)
+        return next(iter(self.heard("keeper")), None)
 
     def end(self, *, leaves: bool = True, finishes: bool = False) -> None:
         """Give no more signs; a rank that leaves says so, and nobody takes it for dead."""
@@ -225,35 +233,48 @@ class Watcher:
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stub
         self._looked_at = time.monotonic()
         self._beat, self._answering = 0, None
-        self._store.set(f"{_PLACE}/{self.rank}", str(self.place))
-        if (given := answering(store)) is not None:
-            self._answering, where = given
-            self._store.set(f"{_ANSWERS}/{self.rank}", where)
+        given = answering(store, self._host)
+        self._answering, where = given or (None, "")
+        self._append(_ANSWERS, self._line("", where))
+        if self.keeps_store:
+            self._append(_SAID, self._line("keeper", where))
+        for key in (_SAID, _HEARD):
+            self._append(key)  # so that it is there to be read
 
     def _look(self) -> None:
         self._beat += 1
         self._store.set(f"{_BEAT}/{self.rank}", str(self._beat))
-        beats = self._hear(_BEAT, watched := self._watched)
+        watched = self._watched
+        for rank in set(watched) - self._readable:
+            self._append(f"{_BEAT}/{rank}")  # which leaves a sign as it is
+            self._readable.add(rank)
+        *signs, said = self._store.multi_get([*(f"{_BEAT}/{rank}" for rank in watched), _SAID])
+        beats = {rank: sign.decode() for rank, sign in zip(watched, signs, strict=True) if sign}
         now = time.monotonic()
         self._count(watched, beats, min(now - self._looked_at, _LONGEST_PAUSE * self.period))
         self._looked_at = now
-        if unknown := [rank for rank in self.others if rank not in self.places]:
-            self.places |= {rank: Place.read(text) for rank, text in self._hear(_PLACE, unknown).items()}
-        words: dict[str, Mapping[int, str]] = {}
-        if self._store.check([_TROUBLE]):
-            words = {topic: self._hear(topic, self.others) for topic in _WORDS}
+        words = {topic: dict(told) for topic, told in self.words.items()}
+        for rank, topic, text in self._parsed(said[self._read :]):
+            words.setdefault(topic, {})[rank] = text
+        self._read = len(said)
         if died := deaths(self._store):
             words["death"] = {rank: died[name] for rank, name in enumerate(self._members) if name in died}
         self.words = words
         self.answers += 1
         self._abort_if_gone()
 
-    def _hear(self, topic: str, ranks: Sequence[int]) -> dict[int, str]:
-        keys = {rank: f"{topic}/{rank}" for rank in ranks}
-        if not self._store.check(list(keys.values())):  # of those that have come, one by one
-            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
-        found = self._store.multi_get(list(keys.values())) if keys else []
-        return {rank: text.decode() for rank, text in zip(keys, found, strict=True)}
+    def _append(self, key: str, line: str = "") -> None:
+        self._store.append(key, line)  # type: ignore[attr-defined]  # missing in torch's stub
+
+    def _line(self, topic: str, text: str) -> str:
+        return json.dumps([self.rank, topic, text]) + "\n"
+
+    def _lines(self, key: str) -> list[tuple[int, str, str]]:
+        return self._parsed(self._store.get(key))
+
+    def _parsed(self, lines: bytes) -> list[tuple[int, str, str]]:
+        """Return rank, topic and text of each line that another rank has written."""
+        return [line for line in map(json.loads, lines.splitlines()) if line[0] != self.rank]
 
     def _count(self, watched: Sequence[int], beats: Mapping[int, str], seconds: float) -> None:
         for rank in watched:
@@ -261,8 +282,9 @@ class Watcher:
             self._silence[rank] = 0.0 if is_new else self._silence.get(rank, 0.0) + seconds
         self.beats = beats
         quiet = [rank for rank in watched if self._silence[rank] >= self.silent_seconds / _LATE / 2]
-        for rank, where in self._hear(_ANSWERS, quiet).items() if quiet else ():
-            if answers(where, self.period):
+        where = {rank: where for rank, _, where in self._lines(_ANSWERS)} if quiet else {}
+        for rank in quiet:
+            if where.get(rank) and answers(where[rank], self.period):
                 self._silence[rank] = 0.0
         follower = watched[0]  # one rank is enough to tell it
         is_late = self._silence[follower] >= self.silent_seconds / _LATE

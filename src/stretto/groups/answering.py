@@ -14,35 +14,46 @@ _PING = struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 1)
 """A client's greeting and its ping, as `TCPStore` writes them; where that changes, nobody answers."""
 
 
-def answering(store: Store) -> tuple[TCPStore, str] | None:
-    """Begin to answer at the address from which this process reaches the store of its job; None without one.
+def answering(store: Store, host: str | None = None) -> tuple[TCPStore, str] | None:
+    """Begin to answer; None where this process has no address to do it at.
+
+    Args:
+        store: Of the job.
+        host: Of this process, as others see it; None for the address from which it reaches the store.
 
     Returns:
         What answers as long as it lives, and where, for `answers`.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    if not isinstance(store, TCPStore):
-        return None
     with contextlib.suppress(OSError, RuntimeError):
-        family, kind, _, _, address = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as towards:
-            towards.connect(address)
-            own = towards.getsockname()[0]
-        listener = socket.create_server((own, 0), family=family)
+        if host is None:
+            if not isinstance(store, TCPStore):
+                return None
+            family, kind, _, _, address = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[
+                0
+            ]
+            with socket.socket(family, kind) as towards:
+                towards.connect(address)
+                host = towards.getsockname()[0]
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         port = listener.getsockname()[1]
         own_store = TCPStore(
-            own, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        return own_store, f"{own} {port}"
+        return own_store, f"{host} {port}"
     return None
 
 
-def answers(where: str, seconds: float) -> bool:
-    """Return whether a process answers within about `seconds`."""
+def answers(where: str, seconds: float) -> bool | None:
+    """Return whether a process answers within about `seconds`; False where nobody is there any more."""
     host, _, port = where.partition(" ")
-    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), seconds) as asked:
-        asked.settimeout(seconds)
-        asked.sendall(_PING)
-        return bool(asked.recv(1))
-    return False
+    try:
+        with socket.create_connection((host, int(port)), seconds) as asked:
+            asked.settimeout(seconds)
+            asked.sendall(_PING)
+            return bool(asked.recv(1))
+    except (ConnectionRefusedError, ConnectionResetError):
+        return False
+    except OSError:
+        return None

@@ -30,6 +30,10 @@ class Connection:
     """Of the socket: descriptors are given again, these are not."""
     name: str
     """The same at both ends, and of no other connection."""
+    own: str
+    """The address of this end, without its port."""
+    other: str
+    """That of the other end."""
 
     @property
     def is_open(self) -> bool:
@@ -45,9 +49,11 @@ def connections() -> set[Connection]:
     for inode, descriptor, one in _own_sockets():
         with contextlib.suppress(OSError):  # not connected, or closed meanwhile
             if one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _CONNECTED:
-                ends = sorted(map(_text, (one.getsockname(), one.getpeername())))
-                name = hashlib.blake2b("-".join(ends).encode(), digest_size=8).hexdigest()
-                found.add(Connection(descriptor, inode, name))
+                own, other = map(_text, (one.getsockname(), one.getpeername()))
+                ends = "-".join(sorted((own, other)))
+                name = hashlib.blake2b(ends.encode(), digest_size=8).hexdigest()
+                hosts = (end.partition(" ")[0] for end in (own, other))
+                found.add(Connection(descriptor, inode, name, *hosts))
     return found
 
 
