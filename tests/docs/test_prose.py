@@ -26,9 +26,7 @@ NOT_REWRITTEN = {
     "echo",
     "four-nodes",
     "gone",
-    
     "integrations",
-    "loops",
     "nodes",
     "optimizers",
     "paft",
@@ -117,7 +115,7 @@ _MARKS = re.compile(rf"\b(?:{'|'.join(OTHER_VOICE)})\b", re.IGNORECASE)
 
 
 def marked(text: str) -> list[str]:
-    """The places of a text in the other voice, without headings, which are questions, and tables that a test dictates."""
+    """The places of a text in the other voice, without headings, which are questions, and tables of tests."""
     written = re.sub(r"^<!--.*-->\n(?:\|.*\n)*|^#.*$", "", without_code(text), flags=re.MULTILINE)
     prose = re.sub(r"\]\([^)]*\)", "]", written)
     words = " ".join(prose.split())
