@@ -18,7 +18,6 @@ NOT_REWRITTEN = {
     "adding-a-strategy",
     "adding-a-wire",
     "averaging",
-    "benchmarks",
     "checkpoints",
     "clusters",
     "devices",
