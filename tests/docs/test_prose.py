@@ -15,16 +15,10 @@ _MARK = re.compile(r"^\s*\d+\. ")
 MOST = 4
 NOT_REWRITTEN = {
     "CONTRIBUTING",
-    "adding-a-strategy",
-    "adding-a-wire",
-    "averaging",
     "checkpoints",
-    "devices",
-    "diloco",
     "four-nodes",
     "gone",
     "nodes",
-    "optimizers",
     "papers",
     "report",
     "security",
