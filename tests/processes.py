@@ -16,7 +16,6 @@ import re
 import runpy
 import signal
 import sys
-import threading
 import time
 import traceback
 import warnings
@@ -33,6 +32,7 @@ import torch.distributed as dist
 
 from stretto.exchange.rotated import Rotated
 from stretto_lab.train import processes as started_by_commands
+from stretto_lab.train.processes import Workers
 from stretto_lab.train.workers import host_store
 
 TIMEOUT_SECONDS = 240.0
@@ -41,9 +41,6 @@ TIMEOUT_SECONDS = 240.0
 # A server forks each rank with what is slow to import already there: 0.1 s per rank, not 3 s. Where there is a CUDA
 # device, modules look for it at import, and CUDA refuses processes that are forked after that.
 _CONTEXT = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-
-_STARTED_AND_ENDED = threading.Lock()
-"""Starting a process looks which others have ended. Where two threads look, only one reads how; the other gets 255."""
 
 _FORKED_WITH = (
     "stretto_lab.train.rank",
@@ -182,7 +179,7 @@ def rank_outcomes(
     for rank in range(world_size):
         receiver, sender = _CONTEXT.Pipe(duplex=False)
         process = _CONTEXT.Process(target=_rank_main, args=(sender, rank, job))
-        with _STARTED_AND_ENDED:
+        with Workers.children:
             process.start()
         sender.close()
         ranks[receiver] = (rank, process)
@@ -191,7 +188,7 @@ def rank_outcomes(
     finally:
         for _, process in ranks.values():
             process.kill()
-            with _STARTED_AND_ENDED:
+            with Workers.children:
                 process.join()
 
 
@@ -215,7 +212,7 @@ def _outcome(connection: Connection, rank: int, process: Any) -> Outcome:
     try:
         error, value = pickle.loads(connection.recv_bytes())
     except EOFError:
-        with _STARTED_AND_ENDED:
+        with Workers.children:
             process.join()
         error, value = f"the process ended with exit code {process.exitcode} and no result", None
     return Outcome(rank=rank, value=value, error=error, finished=time.monotonic())
@@ -260,7 +257,7 @@ class Command:
         err, their_err = _CONTEXT.Pipe(duplex=False)
         body = (their_out, their_err, os.environ | (variables or {}), words, function)
         self._process = _CONTEXT.Process(target=_command_main, args=body)
-        with _STARTED_AND_ENDED:
+        with Workers.children:
             self._process.start()
         for end in (their_out, their_err):
             end.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from stretto.errors import WorkerFailed
 from stretto_lab.train.processes import Stops, stops_exit, supervised
 from tests.processes import Command
 
@@ -133,3 +134,25 @@ def test_a_command_that_is_stopped_waits_for_a_process_that_has_still_to_write()
     with Command(function=start_and_stop) as command:  # which also ends the server that its ranks come from
         assert command.communicate() == ("", "")
     assert Path("written").exists()
+
+
+def end_with_7(pipe: Connection) -> None:
+    os._exit(7)
+
+
+def test_threads_that_start_processes_hear_how_their_own_have_ended() -> None:
+    heard: list[str] = []
+
+    def start_many() -> None:
+        with supervised() as workers:
+            for _ in range(30):
+                with pytest.raises(WorkerFailed) as caught:
+                    workers.start(end_with_7).receive()
+                heard.append(str(caught.value))
+
+    threads = [threading.Thread(target=start_many) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert heard == ["the process ended with exit code 7 and without a result"] * 90

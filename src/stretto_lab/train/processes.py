@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -53,7 +53,9 @@ class Worker:
         try:
             return self.pipe.recv()
         except (EOFError, ConnectionResetError):
-            self.process.join()
+            wait([self.process.sentinel])
+            with Workers.children:
+                self.process.join()
             raise WorkerFailed(_how_it_ended(self.process.exitcode)) from None
 
 
@@ -67,6 +69,9 @@ class Workers:
         preload: Modules that are imported once for all processes, beside `PRELOAD`.
     """
 
+    children = threading.Lock()
+    """Of this process: to start one asks how others have ended, and of two threads that ask only one is told."""
+
     def __init__(self, *preload: str) -> None:
         self._context = _context(preload)
         self._workers: list[Worker] = []
@@ -79,7 +84,8 @@ class Workers:
         _start_server()
         pipe, theirs = self._context.Pipe()
         process = self._context.Process(target=_run, args=(body, theirs, args), daemon=False)
-        process.start()
+        with self.children:
+            process.start()
         theirs.close()  # so that the process's end is the only one: its death closes the pipe
         self._workers.append(Worker(process, pipe))
         return self._workers[-1]
@@ -114,14 +120,17 @@ class Workers:
             worker.process.terminate()
         deadline = time.monotonic() + SAVING_SECONDS
         for worker in self._workers:
-            worker.process.join(max(0.0, deadline - time.monotonic()))
+            wait([worker.process.sentinel], max(0.0, deadline - time.monotonic()))
 
     def end(self) -> None:
         """Kill all processes that still run."""
         for worker in self._workers:
-            worker.process.kill()
+            with self.children:
+                worker.process.kill()
         for worker in self._workers:
-            worker.process.join()
+            wait([worker.process.sentinel])
+            with self.children:
+                worker.process.join()
             worker.pipe.close()
 
 
