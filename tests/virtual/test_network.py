@@ -12,6 +12,7 @@ from stretto_lab.virtual.network import Wires
 NS_PER_BYTE = 8
 LATENCY_NS = 1_000
 GIGABIT = Link(bits_per_second=1e9, latency_seconds=LATENCY_NS / 1e9)
+SLOW = Link(bits_per_second=1e8, latency_seconds=LATENCY_NS / 1e9)
 
 
 def over_ns(network: Network, *transmissions: tuple[int, list[int]]) -> list[int]:
@@ -20,24 +21,27 @@ def over_ns(network: Network, *transmissions: tuple[int, list[int]]) -> list[int
     return [wires.carry(begun, sent, "direct") for begun, sent in transmissions]
 
 
-def test_bytes_take_their_time_and_arrive_a_latency_later() -> None:
-    assert over_ns(Network(link=GIGABIT), (500, [100, 100])) == [500 + 100 * NS_PER_BYTE + LATENCY_NS]
-
-
-def test_a_free_network_costs_nothing() -> None:
-    assert over_ns(Network(), (500, [10**9, 10**9])) == [500]
-
-
-def test_collectives_share_a_link_one_after_the_other_and_latency_does_not_occupy_it() -> None:
-    found = over_ns(Network(link=GIGABIT), (0, [100, 100]), (0, [50, 50]), (10_000, [1, 1]))
-    assert found == [800 + LATENCY_NS, 1_200 + LATENCY_NS, 10_008 + LATENCY_NS]
-
-
-def test_everyone_waits_for_the_slowest_link() -> None:
-    slow = Link(bits_per_second=1e8, latency_seconds=LATENCY_NS / 1e9)
-    network = Network(link=GIGABIT, links={1: slow})
-    assert over_ns(network, (0, [100, 100, 100])) == [100 * 80 + LATENCY_NS]
-    assert over_ns(network, (0, [100, 0, 100])) == [100 * NS_PER_BYTE + LATENCY_NS]
+@pytest.mark.parametrize(
+    ("network", "transmissions", "over"),
+    [
+        # Bytes take their time and arrive a latency later.
+        (Network(link=GIGABIT), [(500, [100, 100])], [500 + 800 + LATENCY_NS]),
+        (Network(), [(500, [10**9, 10**9])], [500]),
+        # Collectives share a link one after the other, and latency does not occupy it.
+        (
+            Network(link=GIGABIT),
+            [(0, [100, 100]), (0, [50, 50]), (10_000, [1, 1])],
+            [800 + LATENCY_NS, 1_200 + LATENCY_NS, 10_008 + LATENCY_NS],
+        ),
+        # Everyone waits for the slowest link on which something is sent.
+        (Network(link=GIGABIT, links={1: SLOW}), [(0, [100, 100, 100])], [100 * 80 + LATENCY_NS]),
+        (Network(link=GIGABIT, links={1: SLOW}), [(0, [100, 0, 100])], [800 + LATENCY_NS]),
+    ],
+)
+def test_a_collective_is_over_when_the_last_byte_has_arrived(
+    network: Network, transmissions: list[tuple[int, list[int]]], over: list[int]
+) -> None:
+    assert over_ns(network, *transmissions) == over
 
 
 def test_an_uplink_carries_what_leaves_those_who_share_it() -> None:
@@ -66,8 +70,7 @@ def test_what_crosses_a_direct_uplink_does_not_pass_the_links_of_its_ranks() -> 
 
 def test_a_part_of_the_ranks_uses_its_own_links_only() -> None:
     """Not an uplink behind which all of them are, busy as it may be; of others, what crosses between its ranks."""
-    slow = Link(bits_per_second=1e8, latency_seconds=LATENCY_NS / 1e9)
-    network = Network(link=GIGABIT, uplinks=(Uplink(ranks=(0, 1), link=slow),))
+    network = Network(link=GIGABIT, uplinks=(Uplink(ranks=(0, 1), link=SLOW),))
     wires = Wires(network, 4)
     assert wires.carry(0, [300] * 4, "ring") == 300 * 80 + LATENCY_NS
     for ranks in ((0, 1), (2, 3)):
@@ -86,18 +89,13 @@ def test_one_rank_sends_nothing_to_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("start_ns", "expected"),
-    [(1_000, 0), (400, 300), (0, 300), (800, 0)],
-    ids=["after it", "in the middle", "from the start", "just after"],
+    ("start_ns", "begun", "expected"),
+    [(1_000, 0, 0), (400, 0, 300), (0, 0, 300), (800, 0, 0), (0, 300, 0)],
+    ids=["after it", "in the middle", "from the start", "just after", "before it"],
 )
-def test_an_outage_delays_what_is_under_way(start_ns: int, expected: int) -> None:
+def test_an_outage_delays_what_is_under_way(start_ns: int, begun: int, expected: int) -> None:
     network = Network(link=GIGABIT, outages=(Outage(rank=1, start_ns=start_ns, stop_ns=start_ns + 300),))
-    assert over_ns(network, (0, [100, 100])) == [800 + expected + LATENCY_NS]
-
-
-def test_an_outage_that_is_over_delays_nothing() -> None:
-    network = Network(link=GIGABIT, outages=(Outage(rank=1, start_ns=0, stop_ns=300),))
-    assert over_ns(network, (300, [100, 100])) == [300 + 800 + LATENCY_NS]
+    assert over_ns(network, (begun, [100, 100])) == [begun + 800 + expected + LATENCY_NS]
 
 
 def test_two_groups_of_the_same_ranks_share_their_links() -> None:

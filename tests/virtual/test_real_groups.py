@@ -4,8 +4,9 @@ import pytest
 
 from stretto import Options
 from stretto.groups import Link
+from stretto_lab.testing import differing
 from stretto_lab.virtual import Network, VirtualCluster
-from tests.exactness.jobs import STRATEGIES, Case, Observed, describe, same, train, train_all
+from tests.exactness.jobs import STRATEGIES, Case, Observed, describe, train, train_all
 from tests.processes import run_ranks
 
 WORLD_SIZE = 3
@@ -36,13 +37,6 @@ def test_real_and_virtual_ranks_see_the_same_bits(real: list[list[Observed]], in
         .values
     )
     for virtual, observed in zip(values, [found[index] for found in real], strict=True):
-        assert len(virtual.shown) == len(observed.shown)
-        assert [pair for pair in zip(virtual.shown, observed.shown, strict=True) if not same(*pair)] == []
-        assert [
-            pair for pair in zip(virtual.committed, observed.committed, strict=True) if not same(*pair)
-        ] == []
-        assert [
-            pair for pair in zip(virtual.statistics, observed.statistics, strict=True) if not same(*pair)
-        ] == []
-        assert same(virtual.final, observed.final)
+        for what in ("shown", "committed", "statistics", "final"):
+            assert differing(getattr(observed, what), getattr(virtual, what), what) == []
         assert [u.loss for u in virtual.updates] == [u.loss for u in observed.updates]

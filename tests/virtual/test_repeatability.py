@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ import torch
 
 from stretto.engine.on_device import choose_runtime
 from stretto.groups import Link
+from stretto_lab.testing import differing
 from stretto_lab.virtual import Compute, Network, Span, VirtualCluster, VirtualGroup
-from tests.exactness.jobs import STRATEGIES, Case, Observed, same, train
+from tests.exactness.jobs import STRATEGIES, Case, Observed, train
 from tests.processes import run_ranks
 from tests.virtual.programs import program
 
@@ -32,19 +34,16 @@ def run_elsewhere(rank: int) -> list[tuple[str, list[Observed]]]:
     return [run(case, seed=5) for case in CASES]
 
 
-def alike(left: list[Observed], right: list[Observed]) -> bool:
-    return all(
-        len(a.shown) == len(b.shown) and all(map(same, a.shown, b.shown)) and same(a.final, b.final)
-        for a, b in zip(left, right, strict=True)
-    )
+def seen(ranks: list[Observed]) -> list[tuple[Any, Any]]:
+    return [(rank.shown, rank.final) for rank in ranks]
 
 
 def test_one_seed_gives_one_trace_and_the_same_bits_in_another_process() -> None:
     (elsewhere,) = run_ranks(1, run_elsewhere, backend=None)
     for case, (digest, observed) in zip(CASES, elsewhere, strict=True):
-        here, seen = run(case, seed=5)
+        here, found = run(case, seed=5)
         assert here == digest, case.strategy
-        assert alike(seen, observed), case.strategy
+        assert differing(seen(observed), seen(found)) == [], case.strategy
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.strategy.name)
@@ -52,7 +51,8 @@ def test_other_seeds_take_other_turns_and_give_the_same_bits(case: Case) -> None
     # Without jitter: equal costs bring all ranks to the same instants, so that only the seed tells who is first.
     runs = [run(case, seed, Compute()) for seed in range(3)]
     assert len({digest for digest, _ in runs}) == 3
-    assert [observed for _, observed in runs[1:] if not alike(runs[0][1], observed)] == []
+    for _, observed in runs[1:]:
+        assert differing(seen(runs[0][1]), seen(observed)) == []
 
 
 def test_jitter_is_another_for_another_seed_and_another_rank() -> None:
