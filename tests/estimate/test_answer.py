@@ -29,14 +29,6 @@ sys.exit(code)
 """
 
 
-def test_it_answers_within_a_second_of_processor_time_without_pytorch() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, *WORDS.split()], capture_output=True, text=True, check=True
-    )
-    assert float(done.stderr) < 1
-    assert "First choice: --strategy" in done.stdout
-
-
 @pytest.mark.parametrize("asked", ["--help", "--help-all"])
 def test_its_help_needs_no_pytorch_either(asked: str) -> None:
     done = subprocess.run(

@@ -1,7 +1,7 @@
 """A machine as `stretto plan` would measure it, and what an update costs on it."""
 
 from stretto.groups import Link
-from stretto_lab.plan import Machine, price
+from stretto_lab.plan import Machine, Price, price
 from stretto_lab.train.arms import parse_arm
 
 BUCKET_BYTES = 2**20
@@ -18,5 +18,20 @@ MACHINE = Machine(
 )
 
 
+_PRICED: dict[str, Price] = {}
+
+
+def priced(
+    arm: str, machine: Machine = MACHINE, micro_batches: int = 4, bucket_bytes: int = BUCKET_BYTES
+) -> Price:
+    """Return the price of an update, which is computed once in a process."""
+    asked = repr((arm, machine, micro_batches, bucket_bytes))
+    if asked not in _PRICED:
+        _PRICED[asked] = price(
+            parse_arm(arm), machine, micro_batches=micro_batches, bucket_bytes=bucket_bytes
+        )
+    return _PRICED[asked]
+
+
 def seconds(arm: str, machine: Machine = MACHINE) -> float:
-    return price(parse_arm(arm), machine, micro_batches=4, bucket_bytes=BUCKET_BYTES).seconds
+    return priced(arm, machine).seconds

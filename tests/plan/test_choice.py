@@ -17,6 +17,7 @@ from stretto import DataParallel, ZeRO1
 from stretto.errors import ConfigError, PeerFailed
 from stretto.groups import Link, register_throttled
 from stretto_lab.plan import choose
+from stretto_lab.testing import differing
 from tests.docs.pages import DOCS, code_blocks
 from tests.processes import RankFailed, run_ranks
 
@@ -44,9 +45,7 @@ def ask_then_train(rank: int) -> tuple[str, list[str], int]:
         warnings.simplefilter("error", FutureWarning)
         chosen = choose(model, optimizer, loss_of, batches, micro_batches=2)
     assert chosen.ranking is not None
-    assert [
-        (key, value) for key, value in model.state_dict().items() if not torch.equal(value, before[key])
-    ] == []
+    assert differing(before, model.state_dict()) == []
     assert not optimizer.state
     assert [parameter for parameter in model.parameters() if parameter.grad is not None] == []
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states[:2]

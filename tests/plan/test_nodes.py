@@ -8,11 +8,10 @@ import pytest
 
 from stretto.errors import ConfigError
 from stretto.groups import Link
-from stretto_lab.plan import Machine, PlanConfig, price, rank_by_time
+from stretto_lab.plan import Machine, PlanConfig, rank_by_time
 from stretto_lab.recipes import DigitsResNet
-from stretto_lab.train.arms import parse_arm
 from tests.draws import seeds
-from tests.plan.machine import BUCKET_BYTES, MACHINE, seconds
+from tests.plan.machine import BUCKET_BYTES, MACHINE, priced, seconds
 
 
 def on_nodes(ranks: int, each: int, **changes: Any) -> Machine:
@@ -52,9 +51,7 @@ def test_an_exchange_on_two_levels_takes_the_longer_level_and_a_bucket_of_the_ot
         step_seconds=0.0,
         exchange_seconds=dict.fromkeys(MACHINE.exchange_seconds, 0.0),
     )
-    found = price(
-        parse_arm(f"dpu:ranks_per_node={each}"), machine, micro_batches=1, bucket_bytes=whole // buckets
-    ).seconds
+    found = priced(f"dpu:ranks_per_node={each}", machine, 1, whole // buckets).seconds
     crossing, moving = across * (1 - 1 / nodes), inside * (1 - 1 / each)
     once = max(crossing, moving) + min(crossing, moving) / buckets
     assert found == pytest.approx(2 * once, rel=0.01)  # a sum and a gather
@@ -71,10 +68,8 @@ def test_bytes_of_two_levels_are_those_of_the_page_on_nodes(nodes: int, each: in
         (f"zero1:ranks_per_node={each}", 8 * across + 8 * inside),
         (f"zero1:wire=int4:ranks_per_node={each}", 2 * int4 * across + (4 + int4) * inside),
     ):
-        found = price(parse_arm(arm), machine, micro_batches=4, bucket_bytes=BUCKET_BYTES)
-        assert found.sent_bytes == pytest.approx(
-            expected, rel=0.04
-        )  # a twin's records are as long as the job's
+        # A twin's records are as long as the job's.
+        assert priced(arm, machine).sent_bytes == pytest.approx(expected, rel=0.04)
 
 
 @pytest.mark.long

@@ -17,14 +17,14 @@ from stretto.strategies import STRATEGIES
 from stretto_lab.cli import main
 from stretto_lab.cli.screens import print_plan
 from stretto_lab.evidence import EVIDENCE
-from stretto_lab.plan import Machine, PlanConfig, Ranking, price, rank_by_time
+from stretto_lab.plan import Machine, PlanConfig, Ranking, rank_by_time
 from stretto_lab.plan.measure import measure
 from stretto_lab.recipes import DigitsResNet
 from stretto_lab.recipes.own import own_recipe
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.launch import LocalRanks
 from tests.draws import seeds
-from tests.plan.machine import BUCKET_BYTES, MACHINE, seconds
+from tests.plan.machine import BUCKET_BYTES, MACHINE, priced, seconds
 from tests.terminal import print_on_a_terminal
 
 TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny.py'}:Tiny"
@@ -77,12 +77,7 @@ def test_a_free_link_and_more_ranks_that_jitter_never_make_an_update_cheaper(see
     )
     micro_batches = draw.choice([1, 2, 4, 16])
     taken = [
-        price(
-            parse_arm("ddp"),
-            dataclasses.replace(machine, ranks=ranks),
-            micro_batches=micro_batches,
-            bucket_bytes=BUCKET_BYTES,
-        ).seconds
+        priced("ddp", dataclasses.replace(machine, ranks=ranks), micro_batches).seconds
         for ranks in sorted([1, 2, *draw.sample(range(3, 5000), 3)])
     ]
     assert taken == sorted(taken)
@@ -130,12 +125,7 @@ def test_a_plan_says_where_a_core_is_the_limit(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 64])
 def test_bytes_are_the_ledgers_at_every_number_of_ranks(ranks: int) -> None:
-    found = price(
-        parse_arm("zero1"),
-        dataclasses.replace(MACHINE, ranks=ranks),
-        micro_batches=4,
-        bucket_bytes=BUCKET_BYTES,
-    )
+    found = priced("zero1", dataclasses.replace(MACHINE, ranks=ranks))
     expected = 8 * MACHINE.parameters * (ranks - 1) / ranks
     assert found.sent_bytes == pytest.approx(expected, rel=0.02)
     assert found.memory_bytes == pytest.approx((8 + 16 / ranks) * MACHINE.parameters)
@@ -144,7 +134,7 @@ def test_bytes_are_the_ledgers_at_every_number_of_ranks(ranks: int) -> None:
 def test_a_setting_of_an_arm_is_priced_or_refused() -> None:
     whole = 4 * MACHINE.parameters
     of_arm, of_job = (
-        price(parse_arm(arm), MACHINE, micro_batches=4, bucket_bytes=given).seconds
+        priced(arm, bucket_bytes=given).seconds
         for arm, given in ((f"zero1:bucket_bytes={whole // 2}", whole // 8), ("zero1", whole // 2))
     )
     assert of_arm == of_job > seconds("zero1")
@@ -164,18 +154,15 @@ def test_a_setting_of_an_arm_is_priced_or_refused() -> None:
     ],
 )
 def test_every_format_of_an_arm_is_priced(arm: str, bytes_per_parameter: float) -> None:
-    found = price(parse_arm(arm), MACHINE, micro_batches=4, bucket_bytes=BUCKET_BYTES)
     expected = bytes_per_parameter * MACHINE.parameters / 2  # of two ranks, each keeps a half
-    assert found.sent_bytes == pytest.approx(expected, rel=0.04)  # a twin's records are as long as the job's
+    # A twin's records are as long as the job's.
+    assert priced(arm).sent_bytes == pytest.approx(expected, rel=0.04)
 
 
 def test_the_number_of_parameters_of_the_twin_does_not_matter() -> None:
     small = dataclasses.replace(MACHINE, parameters=100_000, link=Link(bits_per_second=1e7))
     large = dataclasses.replace(MACHINE, parameters=100_000_000, link=Link(bits_per_second=1e10))
-    prices = [
-        price(parse_arm("zero1"), one, micro_batches=4, bucket_bytes=4 * one.parameters // 8)
-        for one in (small, large)
-    ]
+    prices = [priced("zero1", one, bucket_bytes=4 * one.parameters // 8) for one in (small, large)]
     assert prices[0].seconds == pytest.approx(prices[1].seconds, rel=0.01)
 
 

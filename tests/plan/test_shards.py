@@ -10,11 +10,10 @@ from stretto.groups import Link
 from stretto.strategies import STRATEGIES
 from stretto.strategies.ledger import ledger_of
 from stretto_lab.cli.screens import recommendation
-from stretto_lab.plan import Machine, PlanConfig, price, rank_by_time
+from stretto_lab.plan import Machine, PlanConfig, rank_by_time
 from stretto_lab.plan.measure import measure
-from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.launch import LocalRanks
-from tests.plan.machine import BUCKET_BYTES, MACHINE, seconds
+from tests.plan.machine import MACHINE, priced, seconds
 from tests.train.tiny import Tiny
 
 SHARDED = dataclasses.replace(MACHINE, shards=4)
@@ -25,7 +24,7 @@ SHARDED = dataclasses.replace(MACHINE, shards=4)
 def test_a_rank_holds_what_the_table_says_of_nodes_for_its_shard(name: str, nodes: int) -> None:
     strategy = STRATEGIES[name]()
     machine = dataclasses.replace(SHARDED, ranks=nodes)
-    found = price(parse_arm(name), machine, micro_batches=4, bucket_bytes=BUCKET_BYTES)
+    found = priced(name, machine)
     expected = ledger_of(strategy).memory_bytes(strategy, parameter=4, accumulation=4, world_size=nodes)
     assert found.memory_bytes == pytest.approx(expected * machine.parameters)
 
