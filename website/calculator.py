@@ -13,7 +13,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from stretto.errors import ConfigError
-from stretto_lab.estimate import ALIKE, ARMS, EstimateConfig, bill_of, formulas, nats_of
+from stretto.link import MESSAGE_BYTES
+from stretto_lab.estimate import ALIKE, ARMS, ELEMENT_BYTES, EstimateConfig, bill_of, formulas, nats_of
 from stretto_lab.evidence import AVERAGES
 
 PAGE = "javascripts/formulas.js"
@@ -51,11 +52,13 @@ def data() -> dict[str, Any]:
     return {
         "alike": ALIKE,
         "bucketBytes": EstimateConfig().work.bucket_bytes,
+        "messageBytes": MESSAGE_BYTES,
         "counts": COUNTS,
         "rows": [
             {
                 "strategy": text,
                 "wire": wire,
+                "element": ELEMENT_BYTES[wire],
                 "bills": {count: bill for count in COUNTS if (bill := _bill(strategy, wire, count))},
                 "nats": _nats(strategy, wire),
             }
@@ -93,7 +96,7 @@ def _expression(node: ast.expr) -> str:
     match node:
         case ast.BinOp(left, op, right) if type(op) in _SIGNS:
             return f"({_expression(left)} {_SIGNS[type(op)]} {_expression(right)})"
-        case ast.Call(ast.Name("max" | "ceil" as name), arguments):
+        case ast.Call(ast.Name("max" | "min" | "ceil" | "floor" as name), arguments):
             return f"Math.{name}({', '.join(map(_expression, arguments))})"
         case ast.Name(name):
             return name

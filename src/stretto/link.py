@@ -7,6 +7,8 @@ import re
 from stretto.errors import ConfigError
 from stretto.fields import check_fields
 
+MESSAGE_BYTES = 2**14
+"""Of a bucket that a rank sends each other rank at the least: below it, calls and latency cost more than bytes."""
 _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)([a-z]+)")

@@ -6,7 +6,9 @@ import random
 import pytest
 
 from stretto.exchange import WIRES
-from stretto.link import Link
+from stretto.flat import bucket_bytes_among
+from stretto.link import MESSAGE_BYTES, Link
+from stretto_lab.estimate.formulas import last_share
 from stretto_lab.estimate.times import ELEMENT_BYTES, Work, time_of
 from stretto_lab.plan import Machine, price
 from stretto_lab.train.arms import parse_arm
@@ -57,6 +59,18 @@ def test_an_update_takes_what_it_takes_in_virtual_time(seed: int) -> None:
     assert found.seconds == pytest.approx(priced.seconds, rel=CLOSE)
     assert found.sent_bytes == pytest.approx(priced.sent_bytes, rel=CLOSE)
     assert found.memory_bytes == pytest.approx(priced.memory_bytes)
+
+
+@pytest.mark.parametrize("seed", seeds(40))
+def test_the_last_bucket_is_that_of_the_layout_on_any_number_of_ranks(seed: int) -> None:
+    draw = random.Random(seed)
+    parameters, ranks = round(10 ** draw.uniform(5, 9)), 2 ** draw.randint(0, 10)
+    wire = draw.choice(OF_GRADIENTS)
+    on_wire = ELEMENT_BYTES[wire] * parameters
+    size = bucket_bytes_among(ranks, 2**20, 4 * parameters, round(on_wire))
+    found = last_share(parameters, 2**20, on_wire, ranks * MESSAGE_BYTES)
+    # A bucket is rounded up to bytes of which a large set may have one bucket less.
+    assert 1 / found == pytest.approx(-(-4 * parameters // size), abs=1, rel=1e-6)
 
 
 def test_bytes_of_an_element_are_those_of_the_wires() -> None:

@@ -8,7 +8,8 @@ from torch import nn
 
 from stretto.errors import UnsupportedModel, UnsupportedOptimizer
 from stretto.exchange import WIRES
-from stretto.flat import ALIGNMENT, MESSAGE_BYTES, Layout, check_parameters, plan_layout
+from stretto.flat import ALIGNMENT, Layout, check_parameters, plan_layout
+from stretto.link import MESSAGE_BYTES
 
 
 class Shapes(nn.Module):

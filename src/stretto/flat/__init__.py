@@ -2,7 +2,6 @@
 
 from stretto.flat.fitting import check_parameters, original_name
 from stretto.flat.layout import (
-    MESSAGE_BYTES,
     Bucket,
     FlatSet,
     Layout,
@@ -18,7 +17,6 @@ from stretto.flat.whole import ALIGNMENT
 
 __all__ = [
     "ALIGNMENT",
-    "MESSAGE_BYTES",
     "Block",
     "Bucket",
     "FlatSet",

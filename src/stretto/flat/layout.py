@@ -24,9 +24,7 @@ from stretto.errors import UnsupportedOptimizer
 from stretto.flat.fitting import original_name
 from stretto.flat.shards import Shard, dealt_numel, shard_of
 from stretto.flat.whole import ALIGNMENT, place_whole, round_up
-
-MESSAGE_BYTES = 2**14
-"""Of a bucket that a rank sends each other rank at the least: below it, calls and latency cost more than bytes."""
+from stretto.link import MESSAGE_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

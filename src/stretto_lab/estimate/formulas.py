@@ -1,10 +1,10 @@
 """The formulas of an estimate, on plain numbers: what a job sends, for how long, what of it waits, what is held.
 
 The calculator of the site runs these functions too: `website/calculator.py` writes them again in JavaScript. So each is
-one expression of sums, products, quotients, `max` and `ceil`.
+one expression of sums, products, quotients, `max`, `min`, `ceil` and `floor`.
 """
 
-from math import ceil
+from math import ceil, floor
 
 
 def sent_bytes(parameters: float, ranks: float, bytes_each: float) -> float:
@@ -17,9 +17,16 @@ def busy_seconds(sent: float, bits_per_second: float) -> float:
     return 8 * sent / bits_per_second
 
 
-def last_share(parameters: float, bucket_bytes: float) -> float:
-    """Return which part of the gradients the last bucket is, of fp32 gradients."""
-    return 1 / max(1, ceil(4 * parameters / bucket_bytes))
+def last_share(parameters: float, bucket_bytes: float, sent: float, least_sent: float) -> float:
+    """Return which part of the gradients the last bucket is.
+
+    Args:
+        parameters: With fp32 gradients.
+        bucket_bytes: Of a bucket of these, in a job of few ranks.
+        sent: Bytes of all gradients on the wire.
+        least_sent: Of one bucket there, in a job of many ranks: it has a part for each of them.
+    """
+    return 1 / max(1, min(ceil(4 * parameters / bucket_bytes), floor(sent / least_sent)))
 
 
 def waiting_seconds(computing: float, busy: float, share: float, hidden: float, last: float) -> float:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from stretto.errors import ConfigError
-from stretto.link import Link
+from stretto.link import MESSAGE_BYTES, Link
 from stretto.strategies import Average, DiLoCo, Strategy
 from stretto.strategies.ledger import Ledger, ledger_of
 from stretto_lab.estimate.formulas import busy_seconds, held_bytes, last_share, sent_bytes, waiting_seconds
@@ -56,7 +56,7 @@ class Work:
     link: Link
     """Of every rank, in each direction."""
     bucket_bytes: int = 2**20
-    """Of a bucket of fp32 gradients: the default of `Options.bucket_bytes`."""
+    """Of a bucket of fp32 gradients on few ranks: the default of `Options.bucket_bytes`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +128,8 @@ def time_of(work: Work, strategy: Strategy, wire: str) -> Time:
     bill = bill_of(strategy, wire, work.micro_batches)
     sent = sent_bytes(work.parameters, work.ranks, bill.bytes_each)
     busy = busy_seconds(sent, work.link.bits_per_second or math.inf)
-    last = last_share(work.parameters, work.bucket_bytes)
+    on_wire = ELEMENT_BYTES[wire] * work.parameters
+    last = last_share(work.parameters, work.bucket_bytes, on_wire, work.ranks * MESSAGE_BYTES)
     waiting = sum(
         part.times
         * waiting_seconds(work.update_seconds, busy, part.share, part.hidden, last if part.in_buckets else 0)

@@ -9,7 +9,8 @@ function calculate(job) {
     if (bill === undefined) continue;
     const sent = sent_bytes(job.parameters, job.ranks, bill.bytes);
     const busy = busy_seconds(sent, job.bitsPerSecond);
-    const last = last_share(job.parameters, ESTIMATE.bucketBytes);
+    const onWire = row.element * job.parameters;
+    const last = last_share(job.parameters, ESTIMATE.bucketBytes, onWire, job.ranks * ESTIMATE.messageBytes);
     let waiting = 0;
     for (const [share, hidden, times, inBuckets] of bill.parts) {
       waiting += times * waiting_seconds(job.computing, busy, share, hidden, inBuckets ? last : 0);
