@@ -288,21 +288,11 @@ def test_a_frozen_integer_parameter_is_carried_along() -> None:
     assert model.steps.tolist() == [3, 4]
 
 
-@pytest.mark.parametrize(
-    "name", ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "Adadelta", "Adafactor", "RMSprop", "Rprop"]
-)
-def test_an_optimizer_that_treats_each_parameter_by_itself_is_accepted(name: str) -> None:
-    model = tiny_model()
-    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
-    parallel = st.DataParallel(model, optimizer, st.ZeRO1(), micro_batches=1)
-    assert parallel.backward(model(torch.ones(1, 4)).sum()) is not None
-
-
 class Steps(torch.optim.Optimizer):
     """Descends in steps of one length, which is called otherwise than a learning rate."""
 
-    def __init__(self, parameters: Any, length: float = 0.1) -> None:
-        super().__init__(parameters, {"length": length})
+    def __init__(self, parameters: Any, **settings: Any) -> None:
+        super().__init__(parameters, {"length": 0.1, **settings})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -312,11 +302,14 @@ class Steps(torch.optim.Optimizer):
                     parameter.sub_(parameter.grad.sign(), alpha=group["length"])
 
 
+@pytest.mark.parametrize("settings", [{}, {"lr": None}], ids=str)
 @pytest.mark.parametrize("strategy", [*STRATEGIES.values(), st.LocalSGD(), st.PAFTDyn(first=1)])
-def test_an_optimizer_without_a_learning_rate_trains_and_reports_none(strategy: st.Strategy) -> None:
+def test_an_optimizer_without_a_learning_rate_trains_and_reports_none(
+    strategy: st.Strategy, settings: dict[str, Any]
+) -> None:
     model = tiny_model()
     updates: list[st.Update] = []
-    with st.DataParallel(model, Steps(model.parameters()), strategy, micro_batches=2) as parallel:
+    with st.DataParallel(model, Steps(model.parameters(), **settings), strategy, micro_batches=2) as parallel:
         for inputs in parallel.feed([torch.ones(1, 4)] * 12, on_update=updates.append):
             parallel.backward(model(inputs).sum())
         parallel.finish()

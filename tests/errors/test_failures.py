@@ -1,14 +1,11 @@
-"""A rank that dies, raises or stops answering ends the job on every other rank, which names it and the cause.
+"""A rank that raises ends the job on every other rank, which names it and the cause.
 
 Nobody sleeps: who must act later waits for a key in the store, and the default timeout of ten minutes makes a rank
 that notices by anything but the failure itself overrun the test's.
 """
 
-import os
-import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
@@ -17,15 +14,11 @@ from torch import Tensor
 import stretto as st
 from stretto.errors import NonFinite
 from stretto_lab.train.workers import host_store
-from tests.errors.tiny import BOTH_KINDS, TinyJob
-from tests.processes import Outcome, rank_outcomes
+from tests.errors.tiny import TinyJob
+from tests.processes import rank_outcomes
 
 SECONDS_TO_NOTICE = 60.0
 """A look into the store, the answers to an alarm, and room for a busy machine; the timeout is 600 s."""
-TIMEOUT_SECONDS = 3.0
-LONG = timedelta(seconds=60)
-JOBS = tuple(zip((2, 3), BOTH_KINDS, strict=True))
-"""World sizes and strategies: a lone survivor, and two that both have a lane under way."""
 
 
 def default_store() -> dist.Store:
@@ -52,14 +45,6 @@ def train_until_failure(job: TinyJob, first: st.Update) -> str:
     return f"nothing happened after {first}"
 
 
-def last_rank_is_killed(rank: int, world_size: int, strategy: str) -> str:
-    job = TinyJob(strategy)
-    first = job.until_update()
-    if rank == world_size - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return train_until_failure(job, first)
-
-
 def last_rank_raises(rank: int, world_size: int, strategy: str) -> str:
     job = TinyJob(strategy)
     first = job.until_update()
@@ -75,28 +60,16 @@ def last_rank_raises(rank: int, world_size: int, strategy: str) -> str:
     return train_until_failure(job, first)
 
 
-def loss_function_of_the_last_rank_raises(rank: int, world_size: int) -> str:
+def loss_function_of_the_last_rank_raises(rank: int, world_size: int, strategy: str) -> str:
     def loss_function(batch: Tensor) -> Tensor:
         # Of a type that elsewhere every rank finds by itself.
         raise NonFinite(f"{len(batch)} samples without a label")
 
-    job = TinyJob("zero1")
+    job = TinyJob(strategy)
     first = job.until_update()
     if rank == world_size - 1:
         job.parallel.micro_batch(loss_function, job.batch())
     return train_until_failure(job, first)
-
-
-def last_rank_falls_silent(rank: int, world_size: int, strategy: str) -> str:
-    job = TinyJob(strategy, options=st.Options(timeout_seconds=TIMEOUT_SECONDS))
-    first = job.until_update()
-    others = [f"over/{other}" for other in range(world_size - 1)]
-    if rank == world_size - 1:
-        default_store().wait(others, LONG)
-        return train_until_failure(job, first)
-    told = train_until_failure(job, first)
-    default_store().set(f"over/{rank}", "")
-    return told
 
 
 def move_store_to_rank_0(rank: int, world_size: int) -> None:
@@ -111,18 +84,9 @@ def move_store_to_rank_0(rank: int, world_size: int) -> None:
     dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size)
 
 
-def keeper_of_the_store_is_killed(rank: int, world_size: int) -> str:
+def keeper_of_the_store_raises(rank: int, world_size: int, strategy: str) -> str:
     move_store_to_rank_0(rank, world_size)
-    job = TinyJob("acco")
-    first = job.until_update()
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return train_until_failure(job, first)
-
-
-def keeper_of_the_store_raises(rank: int, world_size: int) -> str:
-    move_store_to_rank_0(rank, world_size)
-    job = TinyJob("acco")
+    job = TinyJob(strategy)
     with job.parallel:
         first = job.until_update()
         if rank == 0:
@@ -132,7 +96,7 @@ def keeper_of_the_store_raises(rank: int, world_size: int) -> str:
 
 def only_rank_0_settles(rank: int, world_size: int) -> str:
     """A prediction is shown, so settling needs all ranks; the others go on training."""
-    job = TinyJob("wp", options=st.Options(timeout_seconds=TIMEOUT_SECONDS))
+    job = TinyJob("wp", options=st.Options(timeout_seconds=3.0))
     first = job.until_update()
     if rank == 0:
         try:
@@ -143,72 +107,29 @@ def only_rank_0_settles(rank: int, world_size: int) -> str:
     return train_until_failure(job, first)
 
 
-def check_others(outcomes: list[Outcome], *parts: str) -> None:
-    """Every rank but the last has raised in time, ended its lane, and says all parts."""
-    *others, last = outcomes
-    for outcome in others:
-        assert outcome.error is None, outcome.error
-        for part in (f"rank {outcome.rank}, after step", "lanes left: []", *parts):
-            assert part in outcome.value
-        assert outcome.finished - last.finished < SECONDS_TO_NOTICE
+MISSING = "ValueError: column 'text' is missing"
 
 
-@pytest.mark.parametrize(("world_size", "strategy"), JOBS)
-def test_a_killed_rank_is_named_by_all_others(world_size: int, strategy: str) -> None:
-    outcomes = rank_outcomes(world_size, last_rank_is_killed, world_size, strategy)
-    assert f"exit code -{signal.SIGKILL.value}" in str(outcomes[-1].error)
-    check_others(outcomes, "PeerFailed: ", f"rank {world_size - 1} died or closed its connection")
-
-
-@pytest.mark.parametrize(("world_size", "strategy"), JOBS)
-def test_a_rank_whose_loop_raises_tells_the_others_why(world_size: int, strategy: str) -> None:
-    outcomes = rank_outcomes(world_size, last_rank_raises, world_size, strategy)
-    assert "ValueError: column 'text' is missing" in str(outcomes[-1].error)
-    cause = f"rank {world_size - 1}, after step 1: ValueError: column 'text' is missing"
-    check_others(outcomes, "PeerFailed: ", cause)
-
-
-def test_an_error_of_the_library_that_a_loss_function_raises_is_told_like_any_other() -> None:
-    outcomes = rank_outcomes(2, loss_function_of_the_last_rank_raises, 2)
-    check_others(outcomes, "PeerFailed: ", "rank 1, after step 1: NonFinite: 2 samples without a label")
-
-
-@pytest.fixture(scope="module")
-def silences() -> dict[tuple[int, str], list[Outcome]]:
-    """The outcomes of silent ranks by world size and strategy; side by side, as all they do is wait."""
-    with ThreadPoolExecutor(len(JOBS)) as pool:
-        runs = [pool.submit(rank_outcomes, size, last_rank_falls_silent, size, name) for size, name in JOBS]
-        return {case: run.result() for case, run in zip(JOBS, runs, strict=True)}
-
-
-@pytest.mark.parametrize(("world_size", "strategy"), JOBS)
-def test_a_silent_rank_is_named_by_all_others_after_the_timeout(
-    silences: dict[tuple[int, str], list[Outcome]], world_size: int, strategy: str
+@pytest.mark.parametrize(
+    ("program", "world_size", "strategy", "who", "cause"),
+    [
+        (last_rank_raises, 2, "zero1", 1, MISSING),
+        (last_rank_raises, 3, "acco", 2, MISSING),
+        (loss_function_of_the_last_rank_raises, 2, "zero1", 1, "NonFinite: 2 samples without a label"),
+        (keeper_of_the_store_raises, 3, "acco", 0, MISSING),
+    ],
+)
+def test_a_rank_whose_loop_raises_tells_the_others_why(
+    program: Callable[..., str], world_size: int, strategy: str, who: int, cause: str
 ) -> None:
-    outcomes = silences[world_size, strategy]
-    incident = f"no answer for {TIMEOUT_SECONDS:g} s from ranks [{world_size - 1}]"
-    check_others(outcomes, "PeerSilent: ", incident, "raise Options(timeout_seconds=...)")
-    # It comes back to a job that has ended, and is told that it was waited for.
-    assert outcomes[-1].error is None, outcomes[-1].error
-    assert incident in outcomes[-1].value
-
-
-def test_a_rank_that_keeps_the_store_is_named_when_it_dies() -> None:
-    for outcome in rank_outcomes(3, keeper_of_the_store_is_killed, 3)[1:]:
+    outcomes = rank_outcomes(world_size, program, world_size, strategy)
+    assert cause in str(outcomes[who].error)
+    for outcome in outcomes[:who] + outcomes[who + 1 :]:
         assert outcome.error is None, outcome.error
-        assert "PeerFailed: " in outcome.value
-        ways = (
-            "rank 0 died or closed its",
-            "rank 0, which keeps the store, died",
-            "the rank that keeps the store, usually rank 0, died",  # before the ranks have told who keeps it
-        )
-        assert any(way in outcome.value for way in ways), outcome.value
-
-
-def test_a_rank_that_keeps_the_store_stays_until_its_cause_was_heard() -> None:
-    for outcome in rank_outcomes(3, keeper_of_the_store_raises, 3)[1:]:
-        assert outcome.error is None, outcome.error
-        assert "rank 0, after step 1: ValueError: column 'text' is missing" in outcome.value
+        told = f"PeerFailed: rank {outcome.rank}, after step", f"rank {who}, after step 1: {cause}"
+        for words in (*told, "lanes left: []"):
+            assert words in outcome.value
+        assert outcome.finished - outcomes[who].finished < SECONDS_TO_NOTICE
 
 
 def test_ranks_that_wait_for_different_things_are_told_what() -> None:

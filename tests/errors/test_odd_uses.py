@@ -18,16 +18,12 @@ from torch import Tensor, nn
 import stretto as st
 from stretto import checkpoint
 from stretto.errors import Finished, StrettoError, UsageError
-from stretto.strategies import STRATEGIES as EVERY
 from tests.bits import unequal
 from tests.draws import FIRST_SEED, draws
+from tests.errors.tiny import EVERY, TinyJob
 from tests.processes import run_ranks
 
-STRATEGIES: dict[str, Callable[[], Any]] = {
-    **EVERY,
-    "local": lambda: st.LocalSGD(rate=0.5),
-    "diloco": lambda: st.DiLoCo(interval=2),
-}
+ONES = torch.ones(2, 4)
 VALUES: dict[str, Callable[[], Any]] = {
     "None": lambda: None,
     "True": lambda: True,
@@ -60,22 +56,14 @@ VALUES: dict[str, Callable[[], Any]] = {
 }
 
 
-class Job:
+class Job(TinyJob):
     """A job, with the data of its rank; the same every time."""
 
     def __init__(self, strategy: str, rank: int = 0) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        options = st.Options(timeout_seconds=60)
-        self.parallel = st.DataParallel(
-            self.model, self.optimizer, STRATEGIES[strategy](), micro_batches=2, options=options
-        )
-        generator = torch.Generator().manual_seed(1 + rank)
-        self.data = [torch.randn(4, 4, generator=generator) for _ in range(14)]
-
-    def loss(self, batch: Tensor | None = None) -> Tensor:
-        return self.model(torch.ones(4, 4) if batch is None else batch).square().mean()
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        super().__init__(strategy, model=model, rank=rank, options=st.Options(timeout_seconds=60))
+        self.data = [self.batch() for _ in range(14)]
 
     def train(self, visit: Callable[["Job"], None] = lambda _: None, at: int = 0) -> list[Tensor]:
         """Train to the end, and visit before a micro-batch; return the parameters."""
@@ -114,21 +102,23 @@ def echo_state_with(name: str, value: Any) -> None:
 
 CALLS: dict[str, Callable[[Job, Any], Any]] = {
     "backward": lambda job, odd: job.parallel.backward(odd),
-    "backward(weight)": lambda job, odd: job.parallel.backward(job.loss(), weight=odd),
-    "backward(samples)": lambda job, odd: job.parallel.backward(job.loss(), samples=odd),
+    "backward(weight)": lambda job, odd: job.parallel.backward(job.loss(ONES), weight=odd),
+    "backward(samples)": lambda job, odd: job.parallel.backward(job.loss(ONES), samples=odd),
     "micro_batch(weight)": lambda job, odd: job.parallel.micro_batch(job.loss, job.data[0], weight=odd),
     "micro_batch(samples)": lambda job, odd: job.parallel.micro_batch(job.loss, job.data[0], samples=odd),
     "micro_batch: loss": lambda job, odd: job.parallel.micro_batch(lambda _: odd, job.data[0]),
-    "micro_batch: pair": lambda job, odd: job.parallel.micro_batch(lambda _: (job.loss(), odd), job.data[0]),
+    "micro_batch: pair": lambda job, odd: job.parallel.micro_batch(
+        lambda _: (job.loss(ONES), odd), job.data[0]
+    ),
     "micro_batch: weight": lambda job, odd: job.parallel.micro_batch(
-        lambda _: (job.loss(), odd, 2), job.data[0]
+        lambda _: (job.loss(ONES), odd, 2), job.data[0]
     ),
     "micro_batch: samples": lambda job, odd: job.parallel.micro_batch(
-        lambda _: (job.loss(), 1.0, odd), job.data[0]
+        lambda _: (job.loss(ONES), 1.0, odd), job.data[0]
     ),
     "count_micro_batch(weight)": lambda job, odd: job.parallel.count_micro_batch(odd),
     "count_micro_batch(loss)": lambda job, odd: (
-        job.loss().backward(),
+        job.loss(ONES).backward(),
         job.parallel.count_micro_batch(loss=odd),
     ),
     "feed": lambda job, odd: next(job.parallel.feed(odd), None),
@@ -209,7 +199,7 @@ def odd_calls(count: int, seed: int) -> list[tuple[str, str, str, int]]:
     for _ in range(count):
         call = draw.choice([*CALLS])
         at = 2 * draw.randint(0, 6) if call.startswith(NEEDS_UPDATE) else draw.randint(0, 13)
-        found.append((call, draw.choice([*VALUES]), draw.choice([*STRATEGIES]), at))
+        found.append((call, draw.choice([*VALUES]), draw.choice([*EVERY]), at))
     return found
 
 

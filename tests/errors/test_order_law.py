@@ -1,39 +1,29 @@
 """Public calls in any order, from anywhere: each ends right, or in one line of the library's errors."""
 
 import contextlib
+import copy
+import functools
 import random
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import stretto as st
 from stretto import checkpoint
 from stretto.errors import Finished, StrettoError
 from tests.draws import FIRST_SEED, draws
+from tests.errors.tiny import MICRO_BATCHES, TinyJob, tiny_model
 from tests.processes import run_ranks
 
-STRATEGIES: dict[str, Callable[[], Any]] = {
-    "zero1": st.ZeRO1,
-    "ddp": st.DDP,
-    "acco": st.ACCO,
-    "wp": st.WeightPrediction,
-    "dpu": st.DPU,
-    "local": lambda: st.LocalSGD(rate=0.5),
-    "diloco": lambda: st.DiLoCo(interval=2),
-}
+STRATEGIES = ("zero1", "ddp", "acco", "wp", "dpu", "local", "diloco")
 AS_PLAIN = ("zero1", "ddp")
 """Strategies under which every sequence of calls has a plain loop that it equals."""
-MICRO_BATCHES = 2
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+SGD = functools.partial(torch.optim.SGD, momentum=0.9)
 
 
 class Turned:
@@ -57,8 +47,8 @@ class Plain:
     """The plain loop beside a job: what is counted, and the step of a whole or of a short accumulation."""
 
     def __init__(self) -> None:
-        self.model = network()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.model = tiny_model()
+        self.optimizer = SGD(self.model.parameters(), lr=0.1)
         self.weight, self.counted, self.steps = 0.0, 0, 0
         self.saved: Any = None
 
@@ -83,94 +73,57 @@ class Plain:
             self.step()
 
     def save(self) -> None:
-        momenta = [dict(self.optimizer.state[one]) for one in self.model.parameters()]
-        copies = [{key: value.clone() for key, value in one.items()} for one in momenta]
-        self.saved = [one.detach().clone() for one in self.model.parameters()], copies, self.steps
+        states = self.model.state_dict(), self.optimizer.state_dict(), self.steps
+        self.saved = copy.deepcopy(states)
 
     def load(self) -> None:
-        values, momenta, self.steps = self.saved
-        for parameter, value, state in zip(self.model.parameters(), values, momenta, strict=True):
-            parameter.data.copy_(value)
-            self.optimizer.state[parameter] = {key: one.clone() for key, one in state.items()}
+        values, momenta, self.steps = copy.deepcopy(self.saved)
+        self.model.load_state_dict(values)
+        self.optimizer.load_state_dict(momenta)
 
 
-class Job:
-    """A job, its data, and the plain loop that does the same."""
+class Job(TinyJob):
+    """A job and the plain loop that does the same."""
 
     def __init__(self, strategy: str, folder: Path, rank: int = 0) -> None:
-        self.model, self.schedule, self.plain, self.folder = network(), Turned(), Plain(), folder
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.parallel = st.DataParallel(
-            self.model,
-            self.optimizer,
-            STRATEGIES[strategy](),
-            micro_batches=MICRO_BATCHES,
+        self.schedule, self.plain, self.folder = Turned(), Plain(), folder
+        super().__init__(
+            strategy,
+            optimizer=SGD,
+            learning_rate=0.1,
+            rank=rank,
             scheduler=self.schedule,
             options=st.Options(timeout_seconds=60),
         )
-        self._draws = torch.Generator().manual_seed(1 + rank)
 
-    def batch(self) -> Tensor:
-        return torch.randn(4, 4, generator=self._draws)
+    def next(self, use: Callable[[Tensor], object], weight: float = 1.0) -> None:
+        """Use the next micro-batch, and train the plain loop on it."""
+        batch = self.batch()
+        use(batch)
+        self.plain.micro_batch(batch, weight)
 
-    def loss(self, batch: Tensor) -> Tensor:
-        output: Tensor = self.model(batch)
-        return output.square().mean()
+    def feed(self, count: int) -> Iterator[Tensor]:
+        return self.parallel.feed([self.batch() for _ in range(count)])
 
-
-# Calls that a plain loop has too
-
-
-def backward(job: Job) -> None:
-    batch = job.batch()
-    job.parallel.backward(job.loss(batch))
-    job.plain.micro_batch(batch)
+    def backward(self, batch: Tensor) -> None:
+        self.parallel.backward(self.loss(batch))
 
 
-def weighed(job: Job) -> None:
-    batch = job.batch()
-    job.parallel.backward(job.loss(batch), weight=3.0)
-    job.plain.micro_batch(batch, 3.0)
-
-
-def micro_batch(job: Job) -> None:
-    batch = job.batch()
-    job.parallel.micro_batch(job.loss, batch)
-    job.plain.micro_batch(batch)
+Call = Callable[[Job], object]
 
 
 def counted(job: Job) -> None:
-    batch = job.batch()
-    job.loss(batch).backward()
-    job.parallel.count_micro_batch(loss=torch.ones(()))
-    job.plain.micro_batch(batch)
+    def use(batch: Tensor) -> None:
+        loss = job.loss(batch)
+        (3 * loss).backward()
+        job.parallel.count_micro_batch(3.0, loss)
 
-
-def counted_as_nothing(job: Job) -> None:
-    job.parallel.count_micro_batch(0.0)
-    job.plain.micro_batch(job.batch(), 0.0)
-
-
-def looked_at(job: Job) -> None:
-    with torch.no_grad():
-        job.loss(job.batch())
+    job.next(use, 3.0)
 
 
 def looked_at_settled(job: Job) -> None:
     with job.parallel.settled():
         job.model.state_dict()
-
-
-def dropped_graph(job: Job) -> None:
-    job.loss(job.batch())
-
-
-def own_gradients(job: Job) -> None:
-    torch.autograd.grad(job.loss(job.batch()), list(job.model.parameters()))
-
-
-def discard(job: Job) -> None:
-    job.parallel.discard()
 
 
 def commit(job: Job) -> None:
@@ -179,15 +132,15 @@ def commit(job: Job) -> None:
 
 
 def fed(job: Job) -> None:
-    for batch in job.parallel.feed([job.batch() for _ in range(3)]):
-        job.parallel.backward(job.loss(batch))
+    for batch in job.feed(3):
+        job.backward(batch)
         job.plain.micro_batch(batch)
     job.plain.commit()
 
 
 def left(job: Job) -> None:
-    for batch in job.parallel.feed([job.batch() for _ in range(4)]):
-        job.parallel.backward(job.loss(batch))
+    for batch in job.feed(4):
+        job.backward(batch)
         job.plain.micro_batch(batch)
         break
 
@@ -203,61 +156,53 @@ def loaded(job: Job) -> None:
         job.plain.load()
 
 
-def taken_and_loaded(job: Job) -> None:
-    job.parallel.load_state_dict(job.parallel.state_dict())
-
-
-# Calls that a job refuses, or that end it
-
-
-def zero_grad(job: Job) -> None:
-    job.optimizer.zero_grad()
-
-
-def step(job: Job) -> None:
-    job.optimizer.step()
-
-
-def stop(job: Job) -> None:
-    job.parallel.stop()
-
-
-def finish(job: Job) -> None:
-    job.parallel.finish()
-    job.plain.commit()
-
-
-def leave(job: Job) -> None:
-    job.parallel.leave()
-
-
-def fail(job: Job) -> None:
-    job.parallel.fail(ValueError("given up"))
-
-
-def wrapped_again(job: Job) -> None:
-    st.DataParallel(job.model, torch.optim.SGD(job.model.parameters(), lr=0.1))
+AS_IN_PLAIN: dict[str, Call] = {
+    "backward": lambda job: job.next(job.backward),
+    "backward of 3": lambda job: job.next(
+        lambda batch: job.parallel.backward(job.loss(batch), weight=3.0), 3.0
+    ),
+    "micro_batch": lambda job: job.next(lambda batch: job.parallel.micro_batch(job.loss, batch)),
+    "own backward of 3": counted,
+    "count_micro_batch of 0": lambda job: job.next(lambda _: job.parallel.count_micro_batch(0.0), 0.0),
+    "look": lambda job: torch.no_grad()(job.loss)(),
+    "settled": looked_at_settled,
+    "forward alone": TinyJob.loss,
+    "autograd.grad": lambda job: torch.autograd.grad(job.loss(), list(job.model.parameters())),
+    "discard": lambda job: job.parallel.discard(),
+    "commit": commit,
+    "feed": fed,
+    "feed and leave": left,
+    "save": saved,
+    "load": loaded,
+    "load_state_dict": lambda job: job.parallel.load_state_dict(job.parallel.state_dict()),
+}
 
 
 def trained_settled(job: Job) -> None:
     with job.parallel.settled():
-        backward(job)
+        job.next(job.backward)
 
 
 def fed_inside(job: Job) -> None:
-    for _ in job.parallel.feed([job.batch() for _ in range(3)]):
+    for _ in job.feed(3):
         fed(job)
 
 
-AS_IN_PLAIN = (
-    *(backward, backward, weighed, micro_batch, counted, counted_as_nothing, looked_at, looked_at_settled),
-    *(dropped_graph, own_gradients, discard, commit, fed, left, saved, loaded, taken_and_loaded),
-)
-OTHERS = (zero_grad, step, stop, finish, leave, fail, wrapped_again, trained_settled, fed_inside)
+OTHERS: dict[str, Call] = {
+    "zero_grad": lambda job: job.optimizer.zero_grad(),
+    "step": lambda job: job.optimizer.step(),
+    "stop": lambda job: job.parallel.stop(),
+    "finish": lambda job: job.parallel.finish(),
+    "leave": lambda job: job.parallel.leave(),
+    "fail": lambda job: job.parallel.fail(ValueError("given up")),
+    "wrap again": lambda job: TinyJob(model=job.model),
+    "train settled": trained_settled,
+    "feed inside feed": fed_inside,
+}
+"""Calls that a job refuses, or that end it."""
+CALLS = AS_IN_PLAIN | OTHERS
 
 # Where a call may stand
-
-Call = Callable[[Job], None]
 
 
 def by_itself(job: Job, call: Call) -> None:
@@ -266,39 +211,24 @@ def by_itself(job: Job, call: Call) -> None:
 
 def on_a_thread(job: Job, call: Call) -> None:
     """The caller waits for it."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call(job)
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if raised:
-        raise raised[0]
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(call, job).result()
 
 
 def between(job: Job, call: Call) -> None:
     """Between a forward pass and its backward pass."""
-    loss = job.loss(job.batch())
+    loss = job.loss()
     call(job)
     job.parallel.backward(loss)
 
 
 def in_loss_function(job: Job, call: Call) -> None:
-    def loss_function(batch: Tensor) -> Tensor:
-        call(job)
-        return job.loss(batch)
-
-    job.parallel.micro_batch(loss_function, job.batch())
+    job.parallel.micro_batch(lambda batch: (call(job), job.loss(batch))[-1], job.batch())
 
 
 def in_forward_pass(job: Job, call: Call) -> None:
     handle = job.model[0].register_forward_hook(lambda *_: (handle.remove(), call(job), None)[-1])
-    job.parallel.backward(job.loss(job.batch()))
+    job.micro_batch()
 
 
 def in_backward_pass(job: Job, call: Call) -> None:
@@ -308,7 +238,7 @@ def in_backward_pass(job: Job, call: Call) -> None:
         call(job)
 
     handle = job.model[0].weight.register_hook(hook)
-    job.parallel.backward(job.loss(job.batch()))
+    job.micro_batch()
 
 
 def in_schedule(job: Job, call: Call) -> None:
@@ -325,10 +255,10 @@ def in_settled(job: Job, call: Call) -> None:
 
 
 def in_body(job: Job, call: Call) -> None:
-    for index, batch in enumerate(job.parallel.feed([job.batch() for _ in range(4)])):
+    for index, batch in enumerate(job.feed(4)):
         if index == 1:
             call(job)
-        job.parallel.backward(job.loss(batch))
+        job.backward(batch)
 
 
 def in_loader(job: Job, call: Call) -> None:
@@ -338,7 +268,7 @@ def in_loader(job: Job, call: Call) -> None:
         yield job.batch()
 
     for batch in job.parallel.feed(loader()):
-        job.parallel.backward(job.loss(batch))
+        job.backward(batch)
 
 
 def in_on_update(job: Job, call: Call) -> None:
@@ -349,14 +279,15 @@ def in_on_update(job: Job, call: Call) -> None:
             calls.pop()(job)
 
     for batch in job.parallel.feed([job.batch() for _ in range(4)], on_update=on_update):
-        job.parallel.backward(job.loss(batch))
+        job.backward(batch)
 
 
 INSIDE = (
     *(between, in_loss_function, in_forward_pass, in_backward_pass, in_schedule, in_settled, in_body),
     *(in_loader, in_on_update),
 )
-Sequence = tuple[str, list[tuple[Callable[[Job, Call], None], Call]]]
+Sequence = tuple[str, list[tuple[Callable[[Job, Call], None], str]]]
+"""A strategy, and calls by where they stand and by name."""
 
 
 def plain_sequences(count: int, seed: int) -> list[Sequence]:
@@ -366,7 +297,7 @@ def plain_sequences(count: int, seed: int) -> list[Sequence]:
         (
             draw.choice([*STRATEGIES, *AS_PLAIN]),
             [
-                (draw.choice([by_itself, by_itself, by_itself, on_a_thread]), draw.choice(AS_IN_PLAIN))
+                (draw.choice([by_itself, by_itself, by_itself, on_a_thread]), draw.choice([*AS_IN_PLAIN]))
                 for _ in range(draw.randint(4, 14))
             ],
         )
@@ -379,67 +310,51 @@ def odd_sequences(count: int, seed: int) -> list[Sequence]:
     draw = random.Random(seed)
     found: list[Sequence] = []
     for _ in range(count):
-        before = [(by_itself, draw.choice(AS_IN_PLAIN)) for _ in range(draw.randint(0, 5))]
+        before = [(by_itself, draw.choice([*AS_IN_PLAIN])) for _ in range(draw.randint(0, 5))]
         odd = [
-            (draw.choice([by_itself, on_a_thread, *INSIDE, *INSIDE]), draw.choice([*AS_IN_PLAIN, *OTHERS]))
+            (draw.choice([by_itself, on_a_thread, *INSIDE, *INSIDE]), draw.choice([*CALLS]))
             for _ in range(draw.randint(1, 2))
         ]
-        after = [(by_itself, draw.choice(AS_IN_PLAIN)) for _ in range(draw.randint(1, 3))]
-        found.append((draw.choice([*STRATEGIES]), [*before, *odd, *after]))
+        after = [(by_itself, draw.choice([*AS_IN_PLAIN])) for _ in range(draw.randint(1, 3))]
+        found.append((draw.choice(STRATEGIES), [*before, *odd, *after]))
     return found
 
 
 def said(case: Sequence) -> str:
-    return f"{case[0]}: " + ", ".join(f"{call.__name__} {where.__name__}" for where, call in case[1])
+    return f"{case[0]}: " + ", ".join(f"{call} {where.__name__}" for where, call in case[1])
 
 
-def run(job: Job, case: Sequence) -> StrettoError | None:
-    """Do the calls, then finish; return what has ended it."""
+def check(case: Sequence, folder: Path, rank: int = 0, *, as_plain: bool = False) -> bool:
+    """Return whether the sequence came to its end; compare with the plain loop where it is `as_plain`."""
+    job = Job(case[0], folder, rank)
+    error = None
     try:
         for where, call in case[1]:
-            where(job, call)
+            where(job, CALLS[call])
         job.parallel.finish()
         job.plain.commit()
-    except StrettoError as error:
-        return error
-    return None
-
-
-def check(case: Sequence, folder: Path, rank: int = 0) -> bool:
-    """Return whether the sequence came to its end."""
-    job = Job(case[0], folder, rank)
-    error = run(job, case)
+    except StrettoError as raised:
+        error = raised
     if error is not None:
-        told = str(error)
-        assert len(told.splitlines()) == 1, (said(case), told)
+        assert len(str(error).splitlines()) == 1, (said(case), str(error))
         # The job has ended, or can still be finished.
         with contextlib.suppress(Finished):
             job.parallel.finish()
         with pytest.raises(Finished):
             job.parallel.backward(torch.ones((), requires_grad=True))
-    assert [one for one in job.model.parameters() if not one.isfinite().all()] == [], said(case)
-    return error is None
-
-
-def check_plain(case: Sequence, folder: Path) -> bool:
-    """Compare with the plain loop; return whether the sequence came to its end."""
-    job = Job(case[0], folder)
-    error = run(job, case)
-    if error is not None:
-        assert len(str(error).splitlines()) == 1, (said(case), str(error))
-        return False
-    if case[0] in AS_PLAIN:
+    elif as_plain and case[0] in AS_PLAIN:
         pairs = zip(job.model.parameters(), job.plain.model.parameters(), strict=True)
         assert [
             (one, other) for one, other in pairs if not torch.allclose(one, other, rtol=1e-05, atol=1e-07)
         ] == [], said(case)
         assert job.parallel.steps == job.plain.steps, said(case)
-    return True
+    assert [one for one in job.model.parameters() if not one.isfinite().all()] == [], said(case)
+    return error is None
 
 
 def test_calls_that_a_plain_loop_has_too_come_to_what_it_comes_to(tmp_path: Path) -> None:
     cases = plain_sequences(len(draws(160)), seed=FIRST_SEED)
-    ended = [check_plain(case, tmp_path / str(index)) for index, case in enumerate(cases)]
+    ended = [check(case, tmp_path / str(index), as_plain=True) for index, case in enumerate(cases)]
     assert sum(ended) > len(cases) / 3
 
 

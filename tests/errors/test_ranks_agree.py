@@ -171,7 +171,10 @@ SCENARIOS: dict[str, Callable[[int], Any]] = {
     "nothing to train on one rank": lambda rank: wrap(tiny_model().requires_grad_(rank == 0)),
     "objects": lambda rank: kept_in_groups(rank, 100),
     "other values": started_from_other_values,
-    "unused on all": lambda rank: TinyJob(model=OnePath(0)).until_update(),
+    **{
+        f"unused on all {name}": lambda rank, name=name: TinyJob(name, model=OnePath(0)).until_update()
+        for name in STRATEGIES
+    },
     "unused on one": lambda rank: TinyJob(model=OnePath(rank)).until_update().step,
 }
 
@@ -257,9 +260,9 @@ def test_ranks_that_start_from_other_values_take_those_of_rank_0(results: list[d
 
 
 def test_only_a_parameter_that_no_rank_uses_is_an_error(results: list[dict[str, Any]]) -> None:
-    check_told(
-        results, "unused on all", "UnusedParameters: ", "after step 1", "'layers.1.weight'", "on any rank"
-    )
+    words = "1 parameters", "'layers.1.weight'", "on any rank", "Options(allow_unused=True)"
+    for name in STRATEGIES:
+        check_told(results, f"unused on all {name}", "UnusedParameters: ", "after step 1", *words)
     assert [result["unused on one"] for result in results] == [1, 1]
 
 

@@ -16,12 +16,11 @@ import stretto as st
 from stretto import checkpoint
 from stretto.checksums import digest_of_all
 from stretto.engine import Options
-from stretto.groups import Link
 from stretto_lab.observe import Stages
 from stretto_lab.plan import Machine
 from stretto_lab.plan.measure import Ranks, measure_task
 from tests.errors.tiny import tiny_model
-from tests.groups.nccl_like import ASKED, LATE, NCCL_LIKE, NcclLikeGroup, behind, register_behind_100mbit
+from tests.groups.nccl_like import ASKED, LATE, NCCL_LIKE, NcclLikeGroup, register_behind_100mbit
 from tests.processes import run_ranks
 from tests.train.tiny import Tiny
 
@@ -29,8 +28,7 @@ SECONDS = "4"
 """For which the others wait: several looks around."""
 SECONDS_OF_A_CHECKPOINT = "5"
 LONG = timedelta(seconds=60)
-WIDTH, LAYERS, UPDATES = 1024, 5, 3
-"""20 MB of parameters, which take 1.7 s on 100 Mbit/s."""
+UPDATES = 3
 STRATEGIES = (st.ZeRO1(), st.ACCO(), st.DiLoCo(2, delay=1))
 
 
@@ -60,29 +58,6 @@ def trained(
             call(parallel)
     parallel.finish()
     return digest_of_all([p.detach() for p in model.parameters()])
-
-
-def on_a_slow_link(rank: int, strategy: st.Strategy) -> tuple[int, int]:
-    """Train on Gloo, and behind a slow link with the last rank late."""
-
-    def large() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
-
-    def is_late(_: st.DataParallel) -> None:
-        if rank == 1:
-            keep_waiting(SECONDS)
-
-    plain = trained(rank, large(), WIDTH, strategy, dist.group.WORLD)
-    link = behind(Link.parse("100mbit"))
-    return plain, trained(rank, large(), WIDTH, strategy, link, after_1=is_late)
-
-
-@pytest.mark.long
-def test_a_model_of_20_mb_behind_100_mbit_with_a_rank_that_is_seconds_late() -> None:
-    with ThreadPoolExecutor(len(STRATEGIES)) as pool:  # side by side, as all they do is wait
-        found = list(pool.map(lambda strategy: run_ranks(2, on_a_slow_link, strategy), STRATEGIES))
-    assert [plain == slow for ranks in found for plain, slow in ranks] == [True] * 6
 
 
 class SlowLoader:

@@ -5,23 +5,22 @@ strategy: the very next micro-batch has to raise.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from stretto.errors import (
-    EstimateShown,
-    GradientsTouched,
-    OptimizerStepped,
-    ParametersTouched,
-    StrettoError,
-)
+from stretto.errors import GradientsTouched, OptimizerStepped, ParametersTouched, StrettoError
 from tests.bits import unequal
 from tests.errors.tiny import BOTH_KINDS, TinyJob, says, tiny_model
 
 WHERE = "rank 0, after step 1"
 MOMENTS = {"half accumulated": TinyJob.until_half_accumulated, "after an update": TinyJob.until_update}
+Hand = Callable[[TinyJob], Any]
+
+both_kinds = pytest.mark.parametrize("strategy", BOTH_KINDS)
+both_moments = pytest.mark.parametrize("moment", MOMENTS)
 
 
 def first_weight(job: TinyJob) -> nn.Parameter:
@@ -29,65 +28,48 @@ def first_weight(job: TinyJob) -> nn.Parameter:
     return weight
 
 
-def clip(job: TinyJob) -> None:
-    nn.utils.clip_grad_norm_(job.model.parameters(), 1e-3)
+def clip(job: TinyJob, most: float = 1e-3) -> None:
+    nn.utils.clip_grad_norm_(job.model.parameters(), most)
 
 
-def clip_without_effect(job: TinyJob) -> None:
-    nn.utils.clip_grad_norm_(job.model.parameters(), 1e9)
+CHANGED = GradientsTouched, ("changed outside backward", "clip_norm")
+REBOUND = ParametersTouched, ("storage of parameter", "before wrapping")
+WRITTEN = ParametersTouched, ("was written between updates", "before wrapping")
+HANDS: dict[str, tuple[Hand, type[StrettoError], tuple[str, ...]]] = {
+    "gradients are clipped": (clip, *CHANGED),
+    "gradients are clipped without effect": (lambda job: clip(job, 1e9), *CHANGED),
+    "one gradient is scaled": (lambda job: first_weight(job).grad.mul_(0.5), *CHANGED),
+    "gradients are filled with zeros": (lambda job: job.optimizer.zero_grad(set_to_none=False), *CHANGED),
+    "gradients are dropped": (
+        lambda job: job.optimizer.zero_grad(),
+        GradientsTouched,
+        ("the gradient of '2.bias' was replaced", "zero_grad"),
+    ),
+    "a gradient is assigned": (
+        lambda job: setattr(first_weight(job), "grad", torch.ones(3, 4)),
+        GradientsTouched,
+        ("the gradient of '0.weight' was replaced", "do not assign .grad"),
+    ),
+    "data is rebound": (lambda job: setattr(first_weight(job), "data", torch.ones(3, 4)), *REBOUND),
+    "the model is converted": (lambda job: job.model.to(torch.bfloat16), *REBOUND),
+    "a parameter is written": (torch.no_grad()(lambda job: first_weight(job).add_(1.0)), *WRITTEN),
+    "weights are loaded": (lambda job: job.model.load_state_dict(tiny_model().state_dict()), *WRITTEN),
+}
 
 
-def scale_one_gradient(job: TinyJob) -> None:
-    first_weight(job).grad.mul_(0.5)
-
-
-def fill_with_zeros(job: TinyJob) -> None:
-    job.optimizer.zero_grad(set_to_none=False)
-
-
-def drop_gradients(job: TinyJob) -> None:
-    job.optimizer.zero_grad()
-
-
-def assign_gradient(job: TinyJob) -> None:
-    first_weight(job).grad = torch.ones(3, 4)
-
-
-def rebind_data(job: TinyJob) -> None:
-    first_weight(job).data = torch.ones(3, 4)
-
-
-def convert(job: TinyJob) -> None:
-    job.model.to(torch.bfloat16)
-
-
-def write_one(job: TinyJob) -> None:
-    with torch.no_grad():
-        first_weight(job).add_(1.0)
-
-
-def load_weights(job: TinyJob) -> None:
-    job.model.load_state_dict(tiny_model().state_dict())
-
-
-def replace_parameter(job: TinyJob) -> None:
-    job.model[0].weight = nn.Parameter(torch.ones(3, 4))
-
-
-def remove_layer(job: TinyJob) -> None:
-    job.model[2] = nn.Identity()
-
-
-def add_layer(job: TinyJob) -> None:
-    job.model.append(nn.Linear(1, 1))
-
-
-def add_group(job: TinyJob) -> None:
-    job.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-
-
-def remove_from_group(job: TinyJob) -> None:
-    job.optimizer.param_groups[0]["params"].pop()
+@both_kinds
+@both_moments
+@pytest.mark.parametrize("name", HANDS)
+def test_a_change_behind_the_engines_back_is_told_at_the_next_micro_batch(
+    name: str, moment: str, strategy: str
+) -> None:
+    hand, kind, words = HANDS[name]
+    job = TinyJob(strategy)
+    MOMENTS[moment](job)
+    hand(job)
+    with pytest.raises(kind) as caught:
+        job.micro_batch()
+    assert says(caught.value, WHERE, *words)
 
 
 def split_group(job: TinyJob) -> None:
@@ -95,101 +77,83 @@ def split_group(job: TinyJob) -> None:
     job.optimizer.add_param_group({"params": [parameters.pop()], "lr": 0.0})
 
 
-IN_PLACE = (clip, clip_without_effect, scale_one_gradient, fill_with_zeros)
-REBOUND = (rebind_data, convert)
-WRITTEN = (write_one, load_weights)
+BUILDS: dict[str, tuple[Hand, tuple[str, ...]]] = {
+    "a parameter is replaced": (
+        lambda job: setattr(job.model[0], "weight", nn.Parameter(torch.ones(3, 4))),
+        ("1 trainable parameters that it did not have",),
+    ),
+    "a layer is added": (
+        lambda job: job.model.append(nn.Linear(1, 1)),
+        ("2 trainable parameters that it did not have",),
+    ),
+    "a layer is removed": (
+        lambda job: job.model.__setitem__(2, nn.Identity()),
+        ("'2.bias' was removed", "new DataParallel"),
+    ),
+    "a group is added": (
+        lambda job: job.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
+        ("hold [4, 1] parameters, [4] when it was wrapped", "before wrapping"),
+    ),
+    "a parameter is removed from its group": (
+        lambda job: job.optimizer.param_groups[0]["params"].pop(),
+        ("hold [3] parameters, [4] when it was wrapped", "requires_grad_(False)"),
+    ),
+    "a group is split": (
+        split_group,
+        ("hold [3, 1] parameters, [4] when it was wrapped", "before wrapping"),
+    ),
+}
 
 
-@pytest.mark.parametrize("strategy", BOTH_KINDS)
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize(
-    ("hand", "kind", "parts"),
-    [
-        *((hand, GradientsTouched, ("changed outside backward", "clip_norm")) for hand in IN_PLACE),
-        (drop_gradients, GradientsTouched, ("the gradient of '2.bias' was replaced", "zero_grad")),
-        (
-            assign_gradient,
-            GradientsTouched,
-            ("the gradient of '0.weight' was replaced", "do not assign .grad"),
-        ),
-        *((hand, ParametersTouched, ("storage of parameter", "before wrapping")) for hand in REBOUND),
-        *((hand, ParametersTouched, ("was written between updates", "before wrapping")) for hand in WRITTEN),
-    ],
-)
-def test_a_change_behind_the_engines_back_is_told_at_the_next_micro_batch(
-    hand: Callable[[TinyJob], None],
-    kind: type[StrettoError],
-    parts: tuple[str, ...],
-    moment: str,
-    strategy: str,
-) -> None:
-    job = TinyJob(strategy)
-    MOMENTS[moment](job)
-    hand(job)
-    with pytest.raises(kind) as caught:
-        job.micro_batch()
-    assert says(caught.value, WHERE, *parts)
-
-
-@pytest.mark.parametrize("strategy", BOTH_KINDS)
-@pytest.mark.parametrize(
-    ("hand", "parts"),
-    [
-        (replace_parameter, ("1 trainable parameters that it did not have",)),
-        (add_layer, ("2 trainable parameters that it did not have",)),
-        (remove_layer, ("'2.bias' was removed", "new DataParallel")),
-        (add_group, ("hold [4, 1] parameters, [4] when it was wrapped", "before wrapping")),
-        (remove_from_group, ("hold [3] parameters, [4] when it was wrapped", "requires_grad_(False)")),
-        (split_group, ("hold [3, 1] parameters, [4] when it was wrapped", "before wrapping")),
-    ],
-)
+@both_kinds
+@pytest.mark.parametrize("name", BUILDS)
 def test_a_model_or_optimizer_of_another_build_is_told_before_its_round_takes_off(
-    hand: Callable[[TinyJob], None], parts: tuple[str, ...], strategy: str
+    name: str, strategy: str
 ) -> None:
+    hand, words = BUILDS[name]
     job = TinyJob(strategy)
     job.until_half_accumulated()
     hand(job)
     with pytest.raises(ParametersTouched) as caught:
         job.until_update()
-    assert says(caught.value, WHERE, *parts)
+    assert says(caught.value, WHERE, *words)
 
 
-@pytest.mark.parametrize("hand", [clip, drop_gradients, write_one])
-@pytest.mark.parametrize("strategy", BOTH_KINDS)
-def test_finish_hands_over_nothing_that_was_touched(strategy: str, hand: Callable[[TinyJob], None]) -> None:
+@both_kinds
+@pytest.mark.parametrize("name", ["gradients are clipped", "gradients are dropped", "a parameter is written"])
+def test_finish_hands_over_nothing_that_was_touched(strategy: str, name: str) -> None:
     job = TinyJob(strategy)
     job.until_half_accumulated()
-    hand(job)
+    HANDS[name][0](job)
     with pytest.raises((GradientsTouched, ParametersTouched)) as caught:
         job.parallel.finish()
     assert says(caught.value, WHERE)
 
 
-@pytest.mark.parametrize("strategy", BOTH_KINDS)
-def test_what_an_own_backward_has_left_is_counted_as_it_is(strategy: str) -> None:
-    clipped, weighed = TinyJob(strategy), TinyJob(strategy)
-    for job in (clipped, weighed):
-        job.until_update()
-    clipped.loss().backward()
-    for parameter in clipped.model.parameters():
+def halved(job: TinyJob) -> None:
+    job.loss().backward()
+    for parameter in job.model.parameters():
         parameter.grad.mul_(0.5)
-    clipped.parallel.count_micro_batch()
-    (weighed.loss() * 0.5).backward()
-    weighed.parallel.count_micro_batch()
-    for job in (clipped, weighed):
-        job.micro_batch()
-        job.parallel.finish()
-    # A half is a power of two: every gradient is halved exactly, before the sum as after it.
-    assert unequal(clipped.model.parameters(), weighed.model.parameters()) == []
+
+
+# A half is a power of two: every gradient is halved exactly, before the sum as after it.
+EQUAL: dict[str, tuple[Hand, Hand]] = {
+    "gradients that are halved": (halved, lambda job: (job.loss() * 0.5).backward()),
+    "with create_graph": (
+        lambda job: job.loss().backward(create_graph=True),
+        lambda job: job.loss().backward(),
+    ),
+}
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-@pytest.mark.parametrize("strategy", BOTH_KINDS)
-def test_an_own_backward_with_create_graph_counts_like_any_other(strategy: str) -> None:
-    jobs = [TinyJob(strategy), TinyJob(strategy)]
-    for create_graph, job in enumerate(jobs):
+@both_kinds
+@pytest.mark.parametrize("name", EQUAL)
+def test_what_an_own_backward_has_left_is_counted_as_it_is(strategy: str, name: str) -> None:
+    jobs = TinyJob(strategy), TinyJob(strategy)
+    for job, bring in zip(jobs, EQUAL[name], strict=True):
         job.until_update()
-        job.loss().backward(create_graph=bool(create_graph))
+        bring(job)
         job.parallel.count_micro_batch()
         job.micro_batch()
         job.parallel.finish()
@@ -197,7 +161,7 @@ def test_an_own_backward_with_create_graph_counts_like_any_other(strategy: str) 
     assert unequal(jobs[0].model.parameters(), jobs[1].model.parameters()) == []
 
 
-@pytest.mark.parametrize("strategy", BOTH_KINDS)
+@both_kinds
 def test_gradients_of_another_backward_are_told_and_can_be_dropped(strategy: str) -> None:
     struck, clean, refused = (TinyJob(strategy) for _ in range(3))
     for job in (struck, clean, refused):
@@ -214,15 +178,12 @@ def test_gradients_of_another_backward_are_told_and_can_be_dropped(strategy: str
     assert unequal(struck.model.parameters(), clean.model.parameters()) == []
 
 
-def test_a_loop_that_never_counts_is_told_at_the_end() -> None:
+def test_a_loop_that_never_counts_is_told_at_the_end_unless_updates_are_behind_it() -> None:
     job = TinyJob("zero1")
     job.loss().backward()
     with pytest.raises(GradientsTouched) as caught:
         job.parallel.finish()
     assert says(caught.value, "rank 0, after step 0", "not this job's")
-
-
-def test_what_another_backward_leaves_behind_the_last_micro_batch_does_no_harm() -> None:
     job = TinyJob("zero1")
     job.until_update()
     job.loss().backward()
@@ -230,65 +191,44 @@ def test_what_another_backward_leaves_behind_the_last_micro_batch_does_no_harm()
     assert job.parallel.steps == 1
 
 
-def step_by_hand(job: TinyJob) -> None:
-    job.optimizer.step()
-
-
-def step_by_scaler(job: TinyJob) -> None:
+def by_scaler(job: TinyJob, *, unscales: bool = False) -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
+    if unscales:  # that this writes gradients leaves no trace that could be seen; the step that follows does
+        scaler.unscale_(job.optimizer)
     scaler.step(job.optimizer)
 
 
-def unscale_and_step_by_scaler(job: TinyJob) -> None:
-    # That `unscale_` writes gradients leaves no trace that could be seen; the step that follows does.
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    scaler.unscale_(job.optimizer)
-    scaler.step(job.optimizer)
+STEPS: dict[str, Hand] = {
+    "by hand": lambda job: job.optimizer.step(),
+    "by a scaler": by_scaler,
+    "by a scaler that has unscaled": lambda job: by_scaler(job, unscales=True),
+    "by a scaler that scales nothing": lambda job: torch.amp.GradScaler("cpu", enabled=False).step(
+        job.optimizer
+    ),
+}
 
 
-@pytest.mark.parametrize("hand", [step_by_hand, step_by_scaler, unscale_and_step_by_scaler])
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("strategy", BOTH_KINDS)
-def test_stepping_the_optimizer_raises_before_anything_moves(
-    strategy: str, moment: str, hand: Callable[[TinyJob], None]
-) -> None:
+@both_kinds
+@both_moments
+@pytest.mark.parametrize("name", STEPS)
+def test_stepping_the_optimizer_raises_before_anything_moves(strategy: str, moment: str, name: str) -> None:
     job = TinyJob(strategy)
     MOMENTS[moment](job)
     before = [parameter.detach().clone() for parameter in job.model.parameters()]
     with pytest.raises(OptimizerStepped) as caught:
-        hand(job)
-    assert says(caught.value, WHERE, "by hand (or by a GradScaler)", "remove the call")
+        STEPS[name](job)
+    assert says(caught.value, WHERE, "by hand (or by a GradScaler)", "remove the call", "bfloat16 needs none")
     assert unequal(before, job.model.parameters()) == []
 
 
-def test_the_optimizer_is_the_users_again_after_finish() -> None:
-    job = TinyJob()
+@pytest.mark.parametrize("strategy", ["acco", "wp"])
+def test_model_and_optimizer_are_the_users_again_after_finish(strategy: str) -> None:
+    job = TinyJob(strategy)
     job.until_update()
     job.parallel.finish()
+    assert [parameter for parameter in job.model.parameters() if parameter.grad is not None] == []
+    job.model.state_dict()
     job.loss().backward()
     clip(job)
     job.optimizer.step()
-
-
-@pytest.mark.parametrize("strategy", ["wp", "acco"])
-def test_an_estimate_is_not_given_out_as_the_models_state(strategy: str) -> None:
-    job = TinyJob(strategy)
-    job.until_update()
-    while job.parallel.job.model.shown != "estimate":
-        job.micro_batch()
-    with pytest.raises(EstimateShown) as caught:
-        job.model.state_dict()
-    assert says(caught.value, "rank 0, after step", "parallel.settled()", "finish()")
-
-
-def test_a_prediction_is_given_out_neither_but_the_committed_parameters_are() -> None:
-    job = TinyJob("wp")
-    job.until_update()
-    with job.parallel.settled():
-        inside = {name: value.clone() for name, value in job.model.state_dict().items()}
-    with pytest.raises(EstimateShown):
-        job.model.state_dict()
-    job.parallel.finish()
-    assert inside.keys() == job.model.state_dict().keys()

@@ -12,6 +12,8 @@ from stretto.engine.round import Progress
 from stretto.errors import NonFinite, ParametersTouched, PeerFailed, RanksDisagree, UnusedParameters
 from tests.errors.tiny import says
 
+NEVER = 600.0
+
 
 class OnlyAStore(dist.ProcessGroup):
     """A rank of a group whose ranks share nothing but a store."""
@@ -68,29 +70,34 @@ class Broken(dist.Work):
         return True
 
 
-def detector(store: dist.Store, rank: int, world_size: int) -> FailureDetector:
-    """The failure detector of one rank that can only reach the store."""
+def detector(group: dist.ProcessGroup, silent_seconds: float = NEVER) -> FailureDetector:
+    """The failure detector of one rank."""
     return FailureDetector(
-        OnlyAStore(store, rank, world_size),
+        group,
         torch.device("cpu"),
-        timeout_seconds=600.0,
-        silent_seconds=600.0,
+        timeout_seconds=NEVER,
+        silent_seconds=silent_seconds,
         progress=Progress(),
     )
 
 
+def beside(rank: int, world_size: int, store: dist.Store | None = None) -> FailureDetector:
+    """That of a rank that can only reach a store."""
+    return detector(OnlyAStore(store or dist.HashStore(), rank, world_size))
+
+
 def test_work_that_completes_when_the_wait_gives_up_is_no_failure() -> None:
     work = LastMoment()
-    detector(dist.HashStore(), 0, 2).wait(work, "round report")
+    beside(0, 2).wait(work, "round report")
     assert work.num_waits == 2
 
 
 def test_only_what_others_cannot_know_is_told() -> None:
     store = dist.HashStore()
-    watches = [detector(store, rank, 2) for rank in range(2)]
+    watches = [beside(rank, 2, store) for rank in range(2)]
     for kind in (NonFinite, RanksDisagree, UnusedParameters, PeerFailed):
-        assert not detector(dist.HashStore(), 1, 2).tell(kind("known to all"))
-        assert detector(dist.HashStore(), 1, 2).tell(kind("of the user's own code"), is_users=True)
+        assert not beside(1, 2).tell(kind("known to all"))
+        assert beside(1, 2).tell(kind("of the user's own code"), is_users=True)
     watches[0].wait(LastMoment(), "round report")
     assert watches[1].tell(ParametersTouched("'weight' was written"))
     with pytest.raises(PeerFailed) as caught:
@@ -102,7 +109,7 @@ def test_only_what_others_cannot_know_is_told() -> None:
 
 def test_all_who_do_not_answer_are_suspects() -> None:
     with pytest.raises(PeerFailed) as caught:
-        detector(dist.HashStore(), 1, 3).wait(Broken(), "round report")
+        beside(1, 3).wait(Broken(), "round report")
     assert says(
         caught.value, "rank 1, ", "one of ranks [0, 2], which do not answer", "(Connection closed by peer"
     )
@@ -110,7 +117,7 @@ def test_all_who_do_not_answer_are_suspects() -> None:
 
 def test_a_collective_that_has_completed_is_kept_until_several_more_have() -> None:
     # Otherwise a thread of Gloo can be the last to let go, and a program that ends right then aborts.
-    watch = detector(dist.HashStore(), 0, 2)
+    watch = beside(0, 2)
     works = [Over() for _ in range(20)]
     kept = [weakref.ref(work) for work in works]
     for _ in kept:

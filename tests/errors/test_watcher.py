@@ -15,22 +15,18 @@ import torch.distributed as dist
 
 import stretto as st
 from stretto.checkpoint import save
-from stretto.engine.failures import FailureDetector
-from stretto.engine.round import Progress
 from stretto.engine.watcher import last_sign, store_of
 from stretto.errors import PeerFailed, PeerSilent, WorkerFailed
 from stretto.groups import Link, private_group
 from stretto.groups.collectives import Call
-from stretto.groups.deaths import announce_death
 from stretto_lab.train.launch import LocalRanks
 from stretto_lab.train.workers import RankInfo, joined_group
 from tests.errors.test_failures import SECONDS_TO_NOTICE, default_store
-from tests.errors.test_watch import OnlyAStore
+from tests.errors.test_watch import NEVER, detector
 from tests.errors.tiny import TinyJob, says, tiny_model
 from tests.groups.nccl_like import NcclLikeGroup
 from tests.processes import rank_outcomes, run_ranks
 
-NEVER = 600.0
 LONG = timedelta(seconds=60)
 
 
@@ -52,16 +48,6 @@ class Forgotten(dist.Work):
     def is_completed(self) -> bool:
         """Only at the end."""
         return self._left <= 0
-
-
-def detector(group: dist.ProcessGroup, silent_seconds: float = NEVER) -> FailureDetector:
-    return FailureDetector(
-        group,
-        torch.device("cpu"),
-        timeout_seconds=NEVER,
-        silent_seconds=silent_seconds,
-        progress=Progress(),
-    )
 
 
 def forgotten_by_gloo(rank: int) -> str:
@@ -250,15 +236,6 @@ def blocked_at_the_start(rank: int) -> str:
 def test_so_is_one_that_makes_a_job() -> None:
     told, _ = run_ranks(2, blocked_at_the_start)
     assert "no sign of life for 4 s from ranks [1]" in told
-
-
-def test_who_supervises_a_process_tells_its_death() -> None:
-    store = dist.PrefixStore("job", dist.HashStore())
-    announce_death(store, 1, "the process was killed by SIGKILL\nand more")
-    with pytest.raises(
-        PeerFailed, match=r"waiting for the round report: rank 1: the process was killed by SIGKILL$"
-    ):
-        detector(OnlyAStore(store, 0, 2)).wait(Forgotten(), "round report")
 
 
 def killed_beside_a_group_that_hears_nothing(info: RankInfo) -> None:

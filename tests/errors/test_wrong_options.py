@@ -194,8 +194,11 @@ def is_named(option: str, line: str) -> bool:
     return any(word in line for word in (option, name.replace("-", "_"), noun))
 
 
+HASH_SEEDS = ("split-seed", "sample.seed")
+
+
 @pytest.mark.parametrize(("command", "option", "kind"), OPTIONS)
-def test_an_option_refuses_words_that_it_cannot_be(
+def test_an_option_refuses_words_and_numbers_that_it_cannot_be(
     command: str, option: str, kind: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*command.split(), option]
@@ -207,6 +210,9 @@ def test_an_option_refuses_words_that_it_cannot_be(
         line = complaint([*words, word], capsys)
         assert line.startswith(f"stretto: {option} {word}: ")
         assert line.endswith(f"did you mean {meant!r}?")
+    if {int, float} & set(members(kind)) and not option.endswith(HASH_SEEDS):
+        number = "nan" if float in members(kind) else "-1"
+        assert is_named(option, complaint([*words, number], capsys))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -216,19 +222,3 @@ def test_a_misspelt_option_is_answered_with_the_one_that_was_meant(
     for option, _ in list(options(COMMANDS[command](RECIPES["digits-resnet"]())))[::9]:
         line = complaint([command, "digits-resnet", option + option[-1], "1"], capsys)
         assert line.endswith(f"did you mean {option!r}?")
-
-
-HASH_SEEDS = ("split-seed", "sample.seed")
-NUMBERS = [
-    one
-    for one in OPTIONS
-    if {int, float} & set(members(one.values[2])) and not one.values[1].endswith(HASH_SEEDS)
-]
-
-
-@pytest.mark.parametrize(("command", "option", "kind"), NUMBERS)
-def test_an_option_refuses_a_number_that_cannot_be(
-    command: str, option: str, kind: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    value = "nan" if float in members(kind) else "-1"
-    assert is_named(option, complaint([*command.split(), option, value], capsys))

@@ -1,9 +1,13 @@
 """A job so small that it can be built, trained and broken within milliseconds."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 import stretto as st
+from stretto import strategies
 
 MICRO_BATCHES = 2
 STRATEGIES: dict[str, st.Strategy] = {
@@ -12,6 +16,11 @@ STRATEGIES: dict[str, st.Strategy] = {
     "dpu": st.DPU(),
     "wp": st.WeightPrediction(),
     "acco": st.ACCO(),
+}
+EVERY: dict[str, st.Strategy] = {
+    **{name: kind() for name, kind in strategies.STRATEGIES.items()},
+    "local": st.LocalSGD(rate=0.5),
+    "diloco": st.DiLoCo(interval=2),
 }
 BOTH_KINDS = ("zero1", "acco")
 """A synchronous and an overlapping strategy: where a check sits in another place for each."""
@@ -24,30 +33,32 @@ def tiny_model() -> nn.Sequential:
 
 
 class TinyJob:
-    """A wrapped model, its optimizer, and micro-batches to train it on."""
+    """A wrapped model, its optimizer, and micro-batches to train it on: each rank's own."""
 
     def __init__(
         self,
         strategy: str = "acco",
         *,
         model: nn.Module | None = None,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
         learning_rate: float = 0.01,
-        options: st.Options | None = None,
+        rank: int = 0,
+        **settings: Any,
     ) -> None:
         self.model = tiny_model() if model is None else model
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate)
+        self.optimizer = optimizer(self.model.parameters(), lr=learning_rate)
         self.parallel = st.DataParallel(
-            self.model, self.optimizer, STRATEGIES[strategy], micro_batches=MICRO_BATCHES, options=options
+            self.model, self.optimizer, EVERY[strategy], **{"micro_batches": MICRO_BATCHES, **settings}
         )
-        self._generator = torch.Generator().manual_seed(1)
+        self._generator = torch.Generator().manual_seed(1 + rank)
 
     def batch(self) -> Tensor:
         """The next micro-batch, `(2, 4)`."""
         return torch.randn(2, 4, generator=self._generator)
 
-    def loss(self) -> Tensor:
-        """A scalar loss of the next micro-batch, with its graph."""
-        output: Tensor = self.model(self.batch())
+    def loss(self, batch: Tensor | None = None) -> Tensor:
+        """A scalar loss of a micro-batch, or else of the next one, with its graph."""
+        output: Tensor = self.model(self.batch() if batch is None else batch)
         return output.square().mean()
 
     def micro_batch(self) -> st.Update | None:
@@ -59,11 +70,6 @@ class TinyJob:
         while (update := self.micro_batch()) is None:
             pass
         return update
-
-    def until_in_flight(self) -> None:
-        """Train until a round of an overlapping strategy is under way."""
-        self.until_update()
-        self.loss()
 
     def until_half_accumulated(self) -> None:
         """Train until an update is committed and one micro-batch of the next round is accumulated."""

@@ -98,17 +98,6 @@ class NcclLikeGroup(WrappedGroup):
         return NcclLikeGroup(self._make_inner)
 
 
-def behind(link: Link) -> NcclLikeGroup:
-    """Return such a group whose transfers take as long as on a link, which it shares with its siblings."""
-    wire = Wire(link)
-
-    def inner() -> ThrottledGroup:
-        gloo = private_group(dist.group.WORLD)
-        return ThrottledGroup(gloo, gloo.get_group_store(), wire, NCCL_LIKE)
-
-    return NcclLikeGroup(inner)
-
-
 def register_behind_100mbit() -> None:
     """Make `NCCL_LIKE` a backend, behind such a link."""
     wire = Wire(Link.parse("100mbit"))
