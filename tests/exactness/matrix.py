@@ -3,6 +3,8 @@
 import functools
 import itertools
 
+import torch
+
 from stretto import Options
 from tests.exactness.jobs import STRATEGIES, Case, Observed, describe, train_all
 from tests.processes import run_ranks
@@ -29,38 +31,72 @@ def is_odd(case: Case) -> bool:
 
 
 CASES = [case for case in EVERY_CASE if is_odd(case)]
-CASES_BY_WORLD_SIZE = {
-    1: [case for case in EVERY_CASE if not is_odd(case)],
-    2: CASES,
-    # Four add more terms in an order that matters; the optimizer and the rest see the sum alone.
-    4: [
-        case
-        for case in EVERY_CASE
-        if case.tokens is (case.options.clip_norm is not None) is (case.optimizer == "adamw")
-    ],
-}
-RUNS = [
-    (world_size, index) for world_size, cases in CASES_BY_WORLD_SIZE.items() for index in range(len(cases))
+# Model, wire, accumulation.
+PRECISIONS = (
+    (torch.float32, "bf16", "fp32"),
+    (torch.bfloat16, "fp32", "fp32"),
+    (torch.bfloat16, "bf16", "fp32"),
+    (torch.bfloat16, "bf16", "parameter"),
+)
+ROUNDED = [
+    Case(
+        strategy=strategy,
+        tokens=True,
+        dtype=dtype,
+        lengths=(11,),
+        options=Options(bucket_bytes=4096, wire=wire, accumulate=accumulate, clip_norm=1.5),
+    )
+    for strategy, (dtype, wire, accumulate) in itertools.product(STRATEGIES, PRECISIONS)
 ]
+"""16-bit wires, models and accumulation: the equations with rounding where it is said to happen."""
+UNUSED_OPTIONS = Options(bucket_bytes=4096, allow_unused=True)
+UNUSED = [
+    *(
+        Case(strategy=strategy, branch=branch, lengths=(19,), options=UNUSED_OPTIONS)
+        for strategy, branch in itertools.product(
+            STRATEGIES, ("some", "one rank", "never", "first micro-batch")
+        )
+    ),
+    *(
+        Case(strategy=strategy, tied=True, frozen=True, branch="some", options=UNUSED_OPTIONS)
+        for strategy in STRATEGIES
+    ),
+    *(Case(strategy=strategy, batch_norm=True, branch="some") for strategy in STRATEGIES),
+]
+"""Parameters without gradient, frozen and tied ones: the reference steps a stock optimizer with `.grad = None`, which
+has no decay, no momentum and no count of steps for them."""
+WATCHED = [Case(strategy=strategy, batch_norm=True, tokens=True) for strategy in STRATEGIES]
+"""Statistics of a BatchNorm."""
+
+GROUPS: dict[str, tuple[int, list[Case]]] = {
+    "alone": (1, [case for case in EVERY_CASE if not is_odd(case)]),
+    "two": (2, CASES),
+    # Four add more terms in an order that matters; the optimizer and the rest see the sum alone.
+    "four": (
+        4,
+        [
+            case
+            for case in EVERY_CASE
+            if case.tokens is (case.options.clip_norm is not None) is (case.optimizer == "adamw")
+        ],
+    ),
+    "rounded alone": (1, ROUNDED),
+    "rounded": (2, ROUNDED),
+    "unused": (2, UNUSED),
+    "watched": (2, WATCHED),
+}
+"""Ranks and jobs by the name of their group."""
+RUNS = [(name, index) for name, (_, cases) in GROUPS.items() for index in range(len(cases))]
 
 
 @functools.cache
-def observed(world_size: int) -> list[list[Observed]]:
-    """Return what every rank saw of every case."""
-    cases = CASES_BY_WORLD_SIZE[world_size]
+def observed(name: str) -> list[list[Observed]]:
+    """Return what every rank saw of every case of a group."""
+    world_size, cases = GROUPS[name]
     return [train_all(0, cases)] if world_size == 1 else run_ranks(world_size, train_all, cases)
 
 
-def describe_run(run: tuple[int, int]) -> str:
-    """Return a name for a world size and the index of a case."""
-    world_size, index = run
-    return f"{world_size}-{describe(CASES_BY_WORLD_SIZE[world_size][index])}"
-
-
-WATCHED = [Case(strategy=strategy, batch_norm=True, tokens=True) for strategy in STRATEGIES]
-
-
-@functools.cache
-def watched() -> list[list[Observed]]:
-    """Return what both ranks saw of the watched cases."""
-    return run_ranks(2, train_all, WATCHED)
+def describe_run(run: tuple[str, int]) -> str:
+    """Return a name for a case of a group."""
+    name, index = run
+    return f"{name}-{describe(GROUPS[name][1][index])}"

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.exactness.jobs import Case, State, build_model, describe, same, stream
-from tests.exactness.matrix import WATCHED, watched
+from tests.exactness.matrix import WATCHED, observed
 
 SYNCHRONOUS = [i for i, case in enumerate(WATCHED) if not case.strategy.overlaps]
 OVERLAPPING = [i for i, case in enumerate(WATCHED) if case.strategy.overlaps]
@@ -41,7 +41,7 @@ def mean_of_two(left: Tensor, right: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("index", SYNCHRONOUS, ids=lambda i: describe(WATCHED[i]))
 def test_synchronous_buffers_are_the_average_at_every_update(index: int) -> None:
-    for found in (rank[index] for rank in watched()):
+    for found in (rank[index] for rank in observed("watched")):
         assert len(found.statistics) == 4
         assert [
             pair for pair in zip(found.statistics, averages(WATCHED[index]), strict=True) if not same(*pair)
@@ -53,7 +53,7 @@ def test_synchronous_buffers_are_the_average_at_every_update(index: int) -> None
 
 @pytest.mark.parametrize("index", range(len(WATCHED)), ids=map(describe, WATCHED))
 def test_settled_buffers_are_equal_on_all_ranks(index: int) -> None:
-    first, second = (rank[index] for rank in watched())
+    first, second = (rank[index] for rank in observed("watched"))
     assert len(first.statistics) >= 3
     assert [pair for pair in zip(first.statistics, second.statistics, strict=True) if not same(*pair)] == []
     assert same(first.final_statistics, second.final_statistics)
@@ -62,7 +62,7 @@ def test_settled_buffers_are_equal_on_all_ranks(index: int) -> None:
 
 @pytest.mark.parametrize("index", OVERLAPPING, ids=lambda i: describe(WATCHED[i]))
 def test_live_buffers_of_overlapping_strategies_run_ahead(index: int) -> None:
-    found = watched()[0][index]
+    found = observed("watched")[0][index]
     seen = len(found.statistics) - (
         found.behind - found.drained
     )  # after the last micro-batch nothing runs ahead
