@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import stretto
-from stretto.engine.agreed import Agreement, Alike
+from stretto.engine.agreed import Alike
 from stretto.optimizer import piece_states
 from stretto.strategies import Strategy
 from stretto_lab.virtual import VirtualCluster
@@ -91,20 +91,3 @@ def test_replicas_that_are_united_are_equal(seed: int) -> None:
             if state is Alike.UNITED:
                 assert are_same(model, theirs[4]), strategy
     assert [moments for moments in ranks if moments[-1][0] is not Alike.UNITED] == []
-
-
-def test_rounds_apart_are_counted_until_replicas_meet() -> None:
-    agreement = Agreement(steps_alone=True)
-    assert agreement.is_whole
-    for rounds in (1, 2):
-        agreement.drift()
-        assert (agreement.state, agreement.gap) == (Alike.DRIFTING, rounds)
-    agreement.depart()
-    agreement.drift()
-    assert (agreement.state, agreement.gap) == (Alike.APART, 3)
-    agreement.land(is_whole=False, states=False)
-    assert (agreement.state, agreement.gap, agreement.is_united) == (Alike.APART, 0, False)
-    agreement.unite(states=False, is_shown=False)
-    assert (agreement.state, agreement.is_united, agreement.is_whole) == (Alike.AHEAD, True, False)
-    agreement.unite(states=True)
-    assert (agreement.state, agreement.is_whole) == (Alike.UNITED, True)

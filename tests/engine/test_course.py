@@ -44,21 +44,6 @@ def test_stages_follow_each_other_in_one_order_only(seed: int) -> None:
             assert state(course) == before
 
 
-@pytest.mark.parametrize("num_rounds", [1, 2, 3])
-def test_updates_in_sight_are_those_whose_last_round_is_closed(num_rounds: int) -> None:
-    course = Course(3, num_rounds)
-    for number in range(3 * num_rounds):
-        steps, ends_update = number // num_rounds, number % num_rounds == num_rounds - 1
-        assert course.steps_in_sight == course.steps == steps
-        course.enter(Stage.READY)
-        assert course.steps_in_sight == steps + ends_update
-        course.enter(Stage.IN_FLIGHT)
-        assert course.steps_in_sight == steps + ends_update
-        course.enter(Stage.ARRIVED)
-        assert course.steps_in_sight == steps + ends_update
-        course.land(at_boundary=ends_update, steps=steps + ends_update, votes=None)
-
-
 @pytest.mark.parametrize("vote", [Vote.GO_ON, Vote.EXHAUSTED, Vote.STOP])
 @pytest.mark.parametrize("forgets", [True, False])
 def test_a_rank_that_has_handed_over_what_was_left_says_again_what_it_said(vote: Vote, forgets: bool) -> None:
@@ -72,24 +57,3 @@ def test_a_rank_that_has_handed_over_what_was_left_says_again_what_it_said(vote:
         assert course.vote is Vote.LEFT
     assert course.vote is vote
     assert course.votes == ([] if forgets else [vote])
-
-
-def test_a_stop_stays_over_passes_and_the_end_of_data_does_not() -> None:
-    course = Course(3, 1)
-    course.exhaust()
-    course.resume_pass([Vote.EXHAUSTED, Vote.EXHAUSTED])
-    course.begin_pass()
-    assert not course.is_pass_over("any")
-    course.resume_pass([Vote.GO_ON, Vote.STOP])
-    for _ in range(2):
-        course.begin_pass()
-        assert course.is_pass_over("all")
-
-
-@pytest.mark.parametrize("votes", [[], [Vote.GO_ON] * 2, [Vote.EXHAUSTED, Vote.GO_ON], [Vote.EXHAUSTED] * 2])
-def test_a_pass_ends_when_any_or_all_have_no_data(votes: list[Vote]) -> None:
-    course = Course(3, 1)
-    course.resume_pass(votes)
-    exhausted = [vote is Vote.EXHAUSTED for vote in votes]
-    assert course.is_pass_over("any") == course.have_data_ended("any") == any(exhausted)
-    assert course.is_pass_over("all") == course.have_data_ended("all") == (bool(votes) and all(exhausted))

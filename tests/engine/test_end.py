@@ -5,13 +5,14 @@ import functools
 
 import pytest
 
-from stretto import ACCO, DataParallel, WeightPrediction
+from stretto import ACCO, DataParallel, Update
 from stretto.strategies import Strategy
 from tests.exactness.checks import check, recorded_counts
 from tests.exactness.jobs import (
     STRATEGIES,
     Case,
     Observed,
+    State,
     build_model,
     build_optimizer,
     describe,
@@ -21,7 +22,7 @@ from tests.exactness.jobs import (
     stream,
     train_all,
 )
-from tests.exactness.reference import trace
+from tests.exactness.reference import Counts, trace
 from tests.processes import run_ranks
 
 LENGTHS = (5, 11)
@@ -40,7 +41,7 @@ class Endings:
     any: list[Observed]
     all: list[Observed]
     stopped: list[tuple[int, int]]
-    left: list[Observed]
+    left: list[tuple[list[Update], State]]
 
 
 def scenarios(rank: int) -> Endings:
@@ -65,37 +66,26 @@ def stop_at_rank_one(rank: int, strategy: Strategy) -> tuple[int, int]:
     return count, parallel.steps
 
 
-def leave_loop(rank: int, case: Case, length: int) -> Observed:
-    """Train without `feed`, on `length` micro-batches, and finish."""
+def leave_loop(rank: int, case: Case, length: int) -> tuple[list[Update], State]:
+    """Train without `feed`, on `length` micro-batches, and finish; return the updates and what is shown then."""
     model = build_model(case)
     optimizer = build_optimizer(case, model.parameters())
     parallel = DataParallel(
         model, optimizer, case.strategy, micro_batches=case.micro_batches, options=case.options
     )
-    shown, updates = [parameters_of(model)], []
-    for batch in stream(dataclasses.replace(case, lengths=(length,)), rank):
-        update = parallel.backward(mean_loss(model, batch))
-        if not same(parameters_of(model), shown[-1]):
-            shown.append(parameters_of(model))
-        if update:
-            updates.append(update)
-    drained = parallel.finish()
-    return Observed(
-        shown=shown,
-        committed=[],
-        statistics=[],
-        live_statistics=[],
-        final=parameters_of(model),
-        final_statistics=[],
-        updates=updates + drained,
-        drained=len(drained),
-        behind=len(drained),
-    )
+    batches = stream(dataclasses.replace(case, lengths=(length,)), rank)
+    updates = [parallel.backward(mean_loss(model, batch)) for batch in batches]
+    return [*filter(None, updates), *parallel.finish()], parameters_of(model)
 
 
 @functools.cache
 def endings() -> list[Endings]:
     return run_ranks(2, scenarios)
+
+
+def totals(counts: list[Counts], world_size: int) -> list[int]:
+    """Return how many micro-batches of each rank are in updates."""
+    return [sum(by_rank[rank] for update in counts for by_rank in update) for rank in range(world_size)]
 
 
 every_strategy = pytest.mark.parametrize("index", range(len(STRATEGIES)), ids=map(describe, ANY))
@@ -106,10 +96,10 @@ def test_feed_until_any_ends_together_soon_after_the_first_end_of_data(index: in
     ranks = [found.any[index] for found in endings()]
     counts = recorded_counts(ranks[0])
     check(ranks, trace(ANY[index], 2, counts), counts)
-    totals = [sum(by_rank[rank] for update in counts for by_rank in update) for rank in range(2)]
-    assert totals[0] == LENGTHS[0]
+    first, second = totals(counts, 2)
+    assert first == LENGTHS[0]
     # The rank with more goes on to the end of the round in which the other's end was told: two updates' worth.
-    assert totals[0] < totals[1] <= 8 + (4 if ANY[index].strategy.overlaps else 0)
+    assert first < second <= 8 + (4 if ANY[index].strategy.overlaps else 0)
 
 
 @every_strategy
@@ -117,16 +107,10 @@ def test_feed_until_all_uses_every_batch_of_every_rank(index: int) -> None:
     ranks = [found.all[index] for found in endings()]
     counts = recorded_counts(ranks[0])
     check(ranks, trace(ALL[index], 2, counts), counts)
-    assert [sum(by_rank[rank] for update in counts for by_rank in update) for rank in range(2)] == list(
-        LENGTHS
-    )
-
-
-@every_strategy
-def test_rank_without_data_contributes_weight_zero(index: int) -> None:
-    updates = endings()[0].all[index].updates
+    assert totals(counts, 2) == list(LENGTHS)
+    updates = ranks[0].updates
     assert [update.weight for update in updates] == [sum(update.micro_batches) for update in updates]
-    assert updates[-1].micro_batches[0] == 0
+    assert updates[-1].micro_batches[0] == 0  # a rank without data contributes weight 0
 
 
 @every_strategy
@@ -139,28 +123,17 @@ def test_stop_of_one_rank_ends_all_at_the_same_round(index: int) -> None:
 @every_strategy
 def test_finish_drains_what_every_rank_had_left(index: int) -> None:
     # One rank leaves in its first window, the other in its second: not one gradient may be lost.
-    ranks = [found.left[index] for found in endings()]
-    counts = recorded_counts(ranks[0])
-    totals = [sum(by_rank[rank] for update in counts for by_rank in update) for rank in range(2)]
-    assert totals == list(LEAVING)
-    for rank, found in enumerate(ranks):
-        assert same(found.final, trace(LEFT[index], 2, counts).committed[-1]), f"rank {rank}"
-
-
-@every_strategy
-def test_finish_before_the_first_landing_commits_what_there_is(index: int) -> None:
+    # A lone one leaves without a micro-batch, or before the first landing.
     case = LEFT[index]
-    found = leave_loop(0, case, 2)
-    counts = recorded_counts(found)
-    assert sum(by_rank[0] for update in counts for by_rank in update) == 2
-    assert same(found.final, trace(case, 1, counts).committed[-1])
-
-
-@every_strategy
-def test_finish_without_a_micro_batch_changes_nothing(index: int) -> None:
-    found = leave_loop(0, LEFT[index], 0)
-    assert found.updates == []
-    assert same(found.final, found.shown[0])
+    for ranks, lengths in (
+        ([found.left[index] for found in endings()], LEAVING),
+        *(([leave_loop(0, case, length)], (length,)) for length in (0, 2)),
+    ):
+        counts = [[list(by_rank) for by_rank in update.rounds] for update in ranks[0][0]]
+        assert totals(counts, len(lengths)) == list(lengths)
+        expected = [parameters_of(build_model(case)), *trace(case, len(lengths), counts).committed][-1]
+        for rank, (_, final) in enumerate(ranks):
+            assert same(final, expected), f"rank {rank} of {lengths}"
 
 
 @every_strategy
@@ -183,17 +156,3 @@ def test_zero_total_weight_steps_nothing(index: int) -> None:
 
 def one_update(strategy: Strategy) -> list:
     return [[[1], [1]]] if isinstance(strategy, ACCO) else [[[2]]]
-
-
-def test_model_is_an_ordinary_one_after_finish() -> None:
-    case = Case(strategy=WeightPrediction())
-    model = build_model(case)
-    optimizer = build_optimizer(case, model.parameters())
-    parallel = DataParallel(model, optimizer, case.strategy, micro_batches=1)
-    for batch in stream(case, 0)[:3]:
-        parallel.backward(mean_loss(model, batch))
-    parallel.finish()
-    assert [parameter for parameter in model.parameters() if parameter.grad is not None] == []
-    model.state_dict()
-    mean_loss(model, stream(case, 0)[0]).backward()
-    optimizer.step()

@@ -1,8 +1,6 @@
 """`feed` hands out each batch once, and ends where it should: with the data, or at an exact number of updates."""
 
-import dataclasses
 import itertools
-import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,49 +27,6 @@ class Unsized:
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.batches)
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What one rank saw."""
-
-    seen: list[float]
-    """The first element of every batch that the loop's body was given."""
-    updates: list[stretto.Update]
-    turned: int
-    """How often the schedule was turned."""
-    weight: Tensor
-
-
-def run(
-    rank: int,
-    group: dist.ProcessGroup,
-    strategy: Strategy,
-    *,
-    length: int,
-    epochs: int = 1,
-    updates: int | None = None,
-    is_sized: bool = True,
-) -> Run:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.BatchNorm1d(3, momentum=None), nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    most = updates or epochs * math.ceil(length / 2)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=most)
-    parallel = stretto.DataParallel(
-        model, optimizer, strategy, scheduler=scheduler, micro_batches=2, group=group
-    )
-    generator = torch.Generator().manual_seed(rank)
-    batches = [torch.randn(4, 3, generator=generator) for _ in range(length)]
-    seen, told = [], []
-    for _ in range(epochs):
-        loader = batches if is_sized else Unsized(batches)
-        for batch in parallel.feed(loader, updates=updates, on_update=told.append):
-            seen.append(float(batch[0, 0]))
-            parallel.backward(model(batch).square().mean())
-    told += parallel.finish()
-    assert int(model[0].num_batches_tracked) == len(seen)  # no forward pass for nothing
-    return Run(seen, told, scheduler.last_epoch, model[1].weight.detach().clone())
 
 
 UNEQUAL = (
@@ -202,7 +157,9 @@ def test_a_job_that_has_never_had_a_batch_is_told_and_one_from_a_checkpoint_pass
         model = nn.Linear(3, 2)
         return stretto.DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
-    with pytest.raises(stretto.errors.ConfigError, match="no batch"):
+    with pytest.raises(
+        stretto.errors.ConfigError, match=r"rank 0, after step 0.*no batch.*at least one per rank"
+    ):
         list(job().feed([]))
     parallel = job()
     for batch in parallel.feed([torch.ones(1, 3)] * 2):

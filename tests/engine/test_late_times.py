@@ -85,17 +85,6 @@ class Truth:
             self.computed = max(self.computed, self.exchanged)
 
 
-def test_what_a_device_hides_is_hidden_however_far_ahead_its_host_is() -> None:
-    job = Job(st.ACCO())
-    found = [job.micro_batch(0.0, 1.0, 0.9 * MICRO_BATCHES) for _ in range(60)]
-    job.device.host = 1e3
-    found += [job.micro_batch(0.0, 0.0, 0.0) for _ in range(12)]
-    updates = [update for update in found if update is not None]
-    assert sum(update.exposed_seconds for update in updates) == 0.0
-    assert sum(update.lane_seconds for update in updates) == pytest.approx(0.9 * 3 * 19)
-    job.parallel.finish()
-
-
 def test_an_exchange_that_nothing_hides_is_exposed_whole_and_the_computing_before_it_is_not() -> None:
     job = Job(st.ZeRO1())
     updates = [job.micro_batch(0.0, 1.0, 0.5) for _ in range(10 * MICRO_BATCHES)]

@@ -17,6 +17,7 @@ from stretto.strategies import STRATEGIES, DiLoCo, Strategy
 from stretto_lab.virtual import VirtualCluster
 from tests.bits import unequal
 from tests.draws import draws
+from tests.engine.test_feed import Unsized
 
 EVERY: dict[str, Strategy] = {name: kind() for name, kind in STRATEGIES.items()}
 EVERY |= {"local": stretto.LocalSGD(0.5), "diloco": DiLoCo(interval=2)}
@@ -39,21 +40,6 @@ def ask(batches: Iterator[Tensor], held: collections.deque[Tensor]) -> None:
         held.append(batch)
 
 
-class Batches:
-    """A loader that may not know its length."""
-
-    def __init__(self, batches: list[Tensor], is_sized: bool) -> None:
-        self.batches, self.is_sized = batches, is_sized
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        if not self.is_sized:
-            raise TypeError("no length")
-        return len(self.batches)
-
-
 def job(group: dist.ProcessGroup | None, strategy: Strategy, micro_batches: Any = 2) -> Any:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)  # its graph keeps no parameter: autograd notices no write
@@ -70,7 +56,7 @@ def test_a_loop_that_looks_ahead_makes_the_updates_of_a_plain_loop(name: str) ->
         shown, seen = [], []
         for epoch, leaves in enumerate(leaves_after):
             batches = [torch.randn(2 * rows[i % 3], 3, generator=generator) for i in range(lengths[rank])]
-            data = Batches(batches, is_sized)
+            data = batches if is_sized else Unsized(batches)
             feed = iter(parallel.feed(data, updates=ends[epoch], until=until, on_update=told.append))
             held: collections.deque[Tensor] = collections.deque()
             for _ in range(loop.ahead + 1):

@@ -97,27 +97,16 @@ def test_skipped_rounds_are_counted(index: int) -> None:
         assert [update for update in updates if not torch.isfinite(torch.tensor(update.loss))] == []
 
 
-@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
-def test_finite_loss_with_infinite_gradient_is_noticed(nonfinite: str) -> None:
+def test_a_finite_loss_with_an_infinite_gradient_is_skipped() -> None:
     case = Case(strategy=ZeRO1())
     model = build_model(case)
-    options = Options(nonfinite=nonfinite)
-    parallel = DataParallel(
-        model, build_optimizer(case, model.parameters()), case.strategy, micro_batches=1, options=options
-    )
+    optimizer, options = build_optimizer(case, model.parameters()), Options(nonfinite="skip")
+    parallel = DataParallel(model, optimizer, case.strategy, micro_batches=1, options=options)
     # The slope of a square root is infinite at zero.
     loss = mean_loss(model, stream(case, 0)[0]) + (model.leave.bias - model.leave.bias.detach()).sqrt().sum()
     assert torch.isfinite(loss)
-    if nonfinite == "raise":
-        with pytest.raises(
-            errors.NonFinite, match=r"step 1, round 0: the gradient is not finite on ranks \[0\]"
-        ):
-            parallel.backward(loss)
-        with pytest.raises(errors.Finished, match="NonFinite"):
-            parallel.backward(loss)
-    else:
-        assert parallel.backward(loss) is None
-        assert parallel.backward(mean_loss(model, stream(case, 0)[0])).skipped_rounds == 1
+    assert parallel.backward(loss) is None
+    assert parallel.backward(mean_loss(model, stream(case, 0)[0])).skipped_rounds == 1
 
 
 def test_sum_that_overflows_is_noticed() -> None:

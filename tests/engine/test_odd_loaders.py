@@ -3,7 +3,8 @@
 import dataclasses
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import attrgetter, itemgetter
 from typing import Any, Self
 
 import numpy as np
@@ -205,46 +206,33 @@ class Frozen:
     part: Any
 
 
-KINDS: dict[type[Any], Any] = {
-    dict: lambda part: {"part": part, 1: None},
-    Attributes: lambda part: Attributes(part=part),
-    Slotted: Slotted,
-    Locked: Locked,
-    Frozen: Frozen,
-    tuple: lambda part: (None, part),
-    set: lambda part: {part},
+KINDS: dict[type[Any], tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    dict: (lambda part: {"part": part, 1: None}, itemgetter("part")),
+    Attributes: (lambda part: Attributes(part=part), itemgetter("part")),
+    Slotted: (Slotted, attrgetter("part")),
+    Locked: (Locked, attrgetter("part")),
+    Frozen: (Frozen, attrgetter("part")),
+    tuple: (lambda part: (None, part), itemgetter(1)),
+    set: (lambda part: {part}, lambda one: next(iter(one))),
 }
-
-
-def wrapped(draw: random.Random, part: Any) -> Any:
-    for _ in range(draw.randint(1, 3)):
-        kind = draw.choice([kind for kind in KINDS if kind is not set or isinstance(part, Tensor)])
-        part = KINDS[kind](part)
-        if kind is Locked and draw.random() < 0.3:
-            part.append(part)
-    return part
-
-
-def inside(batch: Any) -> Any:
-    """Return the tensor or array in a batch."""
-    while not isinstance(batch, (Tensor, np.ndarray)):
-        if isinstance(batch, dict):
-            batch = batch["part"]
-        elif isinstance(batch, tuple):
-            batch = batch[1]
-        elif isinstance(batch, set):
-            (batch,) = batch
-        else:
-            batch = batch.part
-    return batch
+"""How something is put into a batch, and taken out again."""
 
 
 def test_a_batch_of_any_make_has_memory_of_its_own_where_the_loader_is_asked_again() -> None:
     draw = random.Random(0)
     for _ in range(200):
-        memory = draw.choice([torch.zeros(2), np.zeros(2)])
-        batch = wrapped(draw, memory)
-        own = own_tensors(batch)
+        batch = memory = draw.choice([torch.zeros(2), np.zeros(2)])
+        kinds: list[type[Any]] = []
+        for _ in range(draw.randint(1, 3)):
+            kinds.append(
+                draw.choice([kind for kind in KINDS if kind is not set or isinstance(batch, Tensor)])
+            )
+            batch = KINDS[kinds[-1]][0](batch)
+            if kinds[-1] is Locked and draw.random() < 0.3:
+                batch.append(batch)
+        inside = own = own_tensors(batch)
         assert type(own) is type(batch)
         memory += 1
-        assert (inside(own) == 0).all()
+        for kind in reversed(kinds):
+            inside = KINDS[kind][1](inside)
+        assert (inside == 0).all()
