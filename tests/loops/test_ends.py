@@ -32,7 +32,6 @@ class Epoch:
     committed: list[int]
     """Micro-batches so far in committed updates, by rank."""
     steps: int
-    shown: str
     weight: Tensor
 
 
@@ -59,7 +58,6 @@ def epochs(
                 fed,
                 committed,
                 parallel.steps,
-                parallel.job.model.shown,
                 model.weight.detach().clone(),
             )
         )
@@ -83,7 +81,6 @@ def test_behind_feed_every_batch_is_committed_and_committed_parameters_are_shown
         ranks = VirtualCluster(2).run(program).values
         for number, (one, other) in enumerate(zip(*ranks, strict=True), start=1):
             where = (lengths, micro_batches, until)
-            assert one.shown == other.shown == "committed", where
             # Ranks that step alone may not be told of the others' last batches.
             assert (one.committed[0], other.committed[1]) == (one.fed, other.fed), where
             assert one.committed == other.committed or ledger_of(strategy).local, where
@@ -117,19 +114,6 @@ def test_a_prediction_that_is_hidden_between_epochs_comes_back() -> None:
     parallel.finish()
 
 
-def test_a_job_trains_on_without_feed() -> None:
-    model = network()
-    parallel = job(model, stretto.WeightPrediction())
-    for batch in parallel.feed(batches()):
-        parallel.backward(mean_square(model, batch))
-    with parallel.settled():
-        model.state_dict()
-    for batch in batches():
-        parallel.backward(mean_square(model, batch))
-    parallel.finish()
-    assert parallel.steps == 8
-
-
 @pytest.mark.parametrize("strategy", BOTH_KINDS, ids=lambda strategy: strategy.name)
 def test_a_stop_lasts_over_epochs_and_lands_everything(strategy: Strategy) -> None:
     model = network()
@@ -138,7 +122,6 @@ def test_a_stop_lasts_over_epochs_and_lands_everything(strategy: Strategy) -> No
         parallel.backward(mean_square(model, batch))
         if number == 3:
             parallel.stop()
-    assert parallel.job.compute.is_clear
     steps = parallel.steps
     assert list(parallel.feed(batches())) == []
     parallel.finish()
@@ -161,20 +144,3 @@ def test_a_loop_that_calls_backward_of_the_loss_is_told_at_its_second_batch() ->
     feed = parallel.feed(itertools.cycle(batches()), updates=100)
     with pytest.raises(GradientsTouched, match=r"or loss\.backward\(\)"):
         deque(mean_square(model, batch).backward() for batch in feed)
-
-
-def test_the_last_short_batch_of_a_loader_counts_by_its_weight() -> None:
-    points = torch.randn(10, 4, generator=torch.Generator().manual_seed(0))
-    loader = torch.utils.data.DataLoader(points, batch_size=4, drop_last=False)
-    model, twin = network(), network()
-    parallel, optimizer = job(model, micro_batches=3), torch.optim.SGD(twin.parameters(), lr=0.1)
-    for batch in parallel.feed(loader):
-        update = parallel.backward(mean_square(model, batch), weight=len(batch))
-    parallel.finish()
-    mean_square(twin, points).backward()
-    optimizer.step()
-    assert update.samples == update.weight == 10
-    # Three weighted sums against one mean over 20 terms, each at most 20 roundings of the sum of their sizes, which a
-    # gradient below 1 does not exceed by a factor of 20.
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert float((one - other).detach().abs().max()) < 20 * 20 * 2.0**-24

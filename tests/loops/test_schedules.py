@@ -77,20 +77,6 @@ def test_a_schedule_that_is_turned_by_hand_too_is_told() -> None:
         train(KINDS["LambdaLR"], by_hand=True)
 
 
-def test_a_loaded_schedule_goes_on_where_it_was_saved() -> None:
-    model = network()
-    optimizer = sgd(model)
-    scheduler = schedulers.StepLR(optimizer, 1)
-    parallel = stretto.DataParallel(model, optimizer, scheduler=scheduler)
-    parallel.backward(mean_square(model, batches()[0]))
-    checkpoint.save(parallel, "checkpoints")
-    parallel.backward(mean_square(model, batches()[1]))
-    checkpoint.load(parallel, "checkpoints")
-    parallel.backward(mean_square(model, batches()[1]))
-    parallel.finish()
-    assert scheduler.last_epoch == parallel.steps == 2
-
-
 def test_a_plateau_is_turned_in_on_update() -> None:
     model = network()
     optimizer = sgd(model)

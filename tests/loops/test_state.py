@@ -7,7 +7,6 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.optim.swa_utils import AveragedModel, update_bn
 
 from stretto.errors import CheckpointError, UsageError
 from tests.loops.habits import batches, job, mean_square, network, same
@@ -55,21 +54,3 @@ def test_the_empty_state_of_the_users_optimizer_is_not_given_out() -> None:
             ask(parallel.optimizer)
         parallel.finish()
     parallel.optimizer.state_dict()  # the user's own again
-
-
-def test_stochastic_weight_averaging_runs_beside_a_job() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-    average = AveragedModel(model)
-    parallel = job(model)
-    shown = [copy.deepcopy(model)]
-    for batch in parallel.feed(batches()):
-        if parallel.backward(mean_square(model, batch)):
-            average.update_parameters(model)
-            shown.append(copy.deepcopy(model))
-    parallel.finish()
-    expected = AveragedModel(shown[0])
-    for one in shown[1:]:
-        expected.update_parameters(one)
-    update_bn(batches(), average)
-    update_bn(batches(), expected)
-    assert same(average, expected)

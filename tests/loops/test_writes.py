@@ -2,7 +2,8 @@
 
 import copy
 import random
-from itertools import pairwise
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import stretto
 from stretto import ACCO, DDP, DPU, LocalSGD, WeightPrediction, ZeRO1
-from stretto.errors import ConfigError, GradientsTouched, ParametersTouched, UnsupportedOptimizer
+from stretto.errors import GradientsTouched, ParametersTouched, UnsupportedOptimizer
 from stretto.strategies import Strategy
 from tests.bits import unequal
 from tests.draws import FIRST_SEED, draws
@@ -168,100 +169,39 @@ class Siamese(nn.Module):
         return (self.online(input) - self.target(input + 1)).square().mean()
 
 
-@pytest.mark.parametrize("strategy", [ZeRO1(), DDP()], ids=lambda strategy: strategy.name)
-@pytest.mark.parametrize("width", [1, 8, 40])
-def test_a_target_that_moves_through_data_under_guards_ends_the_job_with_what_to_write(
-    width: int, strategy: Strategy
-) -> None:
-    for seed in draws(17):
-        torch.manual_seed(seed)
-        model = Siamese(width)
-        parallel = stretto.DataParallel(model, sgd(model), strategy, guards="standard")
+def following(draw: random.Random) -> tuple[nn.Module, Callable[[], None]]:
+    model = Siamese(draw.choice([1, 8, 40]))
 
-        def follow(_: stretto.Update, model: Siamese = model) -> None:
-            for slow, fast in zip(model.target.parameters(), model.online.parameters(), strict=True):
-                slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+    def follow() -> None:
+        for slow, fast in zip(model.target.parameters(), model.online.parameters(), strict=True):
+            slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
 
-        def run(model: Siamese = model, parallel: stretto.DataParallel = parallel) -> None:
-            for batch in parallel.feed(batches(seed, 12), on_update=follow):  # noqa: B023  # called at once
-                parallel.backward(model(batch))
-
-        with pytest.raises((ParametersTouched, stretto.errors.StateCorrupt), match=r"\.data"):
-            run()
+    return model, follow
 
 
+def clipped(draw: random.Random) -> tuple[nn.Module, Callable[[], None]]:
+    model = network(draw.randrange(100))
+    matrices = [parameter.data for parameter in model.parameters() if parameter.ndim == 2]
+    chosen = draw.sample(matrices, draw.choice([1, 2]))
+    ways = [lambda one: one.clamp_(-0.1, 0.1), lambda one: one.mul_(0.9), lambda one: one[0].zero_()]
+    way = draw.choice(ways)
+    return model, lambda: [way(one) for one in chosen]
+
+
+@pytest.mark.parametrize(
+    ("writing", "told"), [(following, r"\.data"), (clipped, r"shown parameters.*through \.data")]
+)
 @pytest.mark.parametrize("strategy", [ZeRO1(), DDP(), ACCO()], ids=lambda strategy: strategy.name)
-def test_parameters_clipped_through_data_under_guards_end_the_job_with_what_to_write(
-    strategy: Strategy,
+def test_what_is_written_through_data_under_guards_ends_the_job_with_what_to_write(
+    strategy: Strategy, writing: Callable[..., Any], told: str
 ) -> None:
     """Every round would be left out, and nothing trained."""
-    draw = random.Random(strategy.name)
     for seed in draws(34):
-        model = network(seed)
+        model, write = writing(random.Random(seed))
         parallel = stretto.DataParallel(model, sgd(model), strategy, micro_batches=2, guards="standard")
-        chosen = draw.sample([p for p in model.parameters() if p.ndim == 2], draw.choice([1, 2]))
-        way = draw.choice(
-            [lambda p: p.data.clamp_(-0.1, 0.1), lambda p: p.data.mul_(0.9), lambda p: p.data[0].zero_()]
-        )
-
-        def clip(_: stretto.Update, chosen: Any = chosen, way: Any = way) -> None:
-            for parameter in chosen:
-                way(parameter)
-
-        def run(model: nn.Module = model, parallel: stretto.DataParallel = parallel) -> None:
-            for batch in parallel.feed(batches(seed, 20), on_update=clip):  # noqa: B023  # called at once
-                parallel.backward(model(batch).square().mean())
-
-        with pytest.raises(ParametersTouched, match=r"shown parameters.*through \.data"):
-            run()
-
-
-def test_hooks_see_what_a_round_has_accumulated_of_each_gradient() -> None:
-    model = network()
-    plain = copy.deepcopy(model)
-    parallel = stretto.DataParallel(model, sgd(model), micro_batches=2)
-    seen: list[float] = []
-    parameter = model[0].weight
-    parameter.register_post_accumulate_grad_hook(lambda one: seen.append(float(one.grad.norm())))
-    optimizer, expected = sgd(plain), []
-    for number, batch in enumerate(batches(0, 6)):
-        plain(batch).square().mean().backward()
-        expected.append(float(plain[0].weight.grad.norm()))
-        if number % 2:
-            for one in plain.parameters():
-                one.grad /= 2
-            optimizer.step()
-            optimizer.zero_grad()
-    for batch in parallel.feed(batches(0, 6)):
-        parallel.backward(model(batch).square().mean())
-    parallel.finish()
-    assert seen == pytest.approx(expected, rel=1e-5)  # of sums in fp32
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # deprecated by one class of warning or another
-@EVERY
-@pytest.mark.parametrize("whole", [True, False], ids=["whole", "a part"])
-def test_scripted_models_train_like_others(strategy: Strategy, whole: bool) -> None:
-    def trained(seed: int, is_scripted: bool) -> list[Tensor]:
-        draw = random.Random(seed)
-        torch.manual_seed(seed)
-        widths = [3, *(draw.randint(1, 6) for _ in range(draw.randint(1, 3))), 2]
-        kinds = [(nn.Linear(*pair), draw.choice([nn.Tanh, nn.Softplus])()) for pair in pairwise(widths)]
-        model: Any = nn.Sequential(*(layer for kind in kinds for layer in kind))
-        scripted = draw.randrange(len(model))
-        if is_scripted and whole:
-            model = torch.jit.script(model)
-        elif is_scripted:
-            model[scripted] = torch.jit.script(model[scripted])
-        parallel = stretto.DataParallel(model, sgd(model), strategy, micro_batches=2)
-        for batch in parallel.feed(batches(seed)):
-            parallel.backward((model(batch) - 1).square().mean())
-        parallel.finish()
-        return [value.detach() for value in model.state_dict().values()]
-
-    for seed in draws(9):
-        for own, other in zip(trained(seed, True), trained(seed, False), strict=True):
-            torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)  # scripted code may fuse
+        feed = parallel.feed(batches(seed, 20), on_update=lambda _, write=write: write())
+        with pytest.raises((ParametersTouched, stretto.errors.StateCorrupt), match=told):
+            deque(parallel.backward(model(batch).square().mean()) for batch in feed)  # run at once
 
 
 class Sharded(torch.optim.Optimizer):
@@ -276,21 +216,3 @@ def test_an_optimizer_that_shards_is_refused_with_the_one_that_it_shards() -> No
     model = network()
     with pytest.raises(UnsupportedOptimizer, match=r"expected the AdamW over all of them, as in AdamW\("):
         stretto.DataParallel(model, Sharded(list(model.parameters())))
-
-
-@EVERY
-def test_a_job_that_was_dropped_makes_way_for_the_next(strategy: Strategy) -> None:
-    model = network()
-    for count in range(4):
-        parallel = stretto.DataParallel(model, sgd(model), strategy, micro_batches=2)
-        for batch in batches(0, count):
-            parallel.backward(model(batch).square().mean())
-        del parallel
-        model.load_state_dict(network().state_dict())  # what it showed last may be an estimate
-    held = stretto.DataParallel(model, sgd(model), strategy, micro_batches=2)
-    with pytest.raises(ConfigError, match="found some of a DataParallel that has not ended"):
-        stretto.DataParallel(model, sgd(model), strategy, micro_batches=2)
-    for batch in held.feed(batches(0)):
-        held.backward(model(batch).square().mean())
-    held.finish()
-    assert held.steps == 4
