@@ -21,7 +21,7 @@ LAWS := tests/strategies tests/flat tests/fields tests/checksums tests/style $(a
 	echo/test_plans.py engine/test_course.py engine/test_end.py engine/test_path.py engine/test_update.py errors/test_construction.py \
 	errors/test_order.py errors/test_wrong_options.py exactness/test_plain_loop.py exactness/test_strategies.py \
 	exchange/test_exchange.py exchange/test_wires.py groups/test_collectives.py guards/test_protocol.py local/test_algorithm.py \
-	optimizer/test_preview.py optimizer/test_step.py paft/test_average.py plan/test_links.py checkpoint/test_door.py)
+	optimizer/test_gradient.py optimizer/test_preview.py paft/test_average.py plan/test_links.py checkpoint/test_door.py)
 
 .PHONY: setup train check test test-all laws types layers site behaviour format clean
 

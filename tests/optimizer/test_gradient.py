@@ -8,7 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from stretto.errors import ConfigError
-from stretto.flat import Block, Slices
+from stretto.flat import Slices
 from stretto.optimizer import ReducedGradient
 
 
@@ -21,51 +21,11 @@ def slices(tensors: list[torch.Tensor]) -> Slices:
     return Slices([torch.cat(tensors)], tensors)
 
 
-def whole(reduced: ReducedGradient) -> Block:
-    return Block(0, (0,), 0, 0, 0, 1, reduced.sums[0].numel())
-
-
-def test_sum_adds_values_weights_and_use() -> None:
-    total = gradient(1.0, 2.0, weight=2.0) + gradient(4.0, 8.0, weight=3.0, used=b"\x00\x01")
-    total.merge()
-    assert total.sums[0].tolist() == [5.0, 10.0]
-    assert total.weight == 5.0
-    assert total.used == b"\x01\x01"
-
-
-def test_sum_of_sums_adds_from_left_to_right() -> None:
-    # 1e8 + 1 is 1e8 in float32, so the order of additions shows.
-    left = (gradient(1e8) + gradient(-1e8)) + gradient(1.0)
-    right = gradient(1e8) + (gradient(-1e8) + gradient(1.0))
-    left.merge()
-    right.merge()
-    assert left.sums[0].tolist() == [1.0]
-    assert right.sums[0].tolist() == [0.0]
-
-
 def test_sum_needs_no_third_buffer() -> None:
     first, second = gradient(1.0), gradient(2.0)
     total = first + second
     total.merge()
     assert total.sums[0].data_ptr() == second.sums[0].data_ptr()
-
-
-def test_a_part_is_readable_until_the_sum_is_merged() -> None:
-    first = gradient(6.0, weight=3.0)
-    total = first + gradient(1.0)
-    assert first.mean_of(whole(first), 0.5).tolist() == [1.0]
-    total.merge()
-    assert total.sums[0].tolist() == [7.0]
-
-
-def test_mean_is_taken_once_and_in_place() -> None:
-    reduced = gradient(6.0, weight=3.0)
-    copy = reduced.mean_of(whole(reduced), 0.5)
-    assert reduced.sums[0].tolist() == [6.0]
-    reduced.become_mean(0.5)
-    reduced.become_mean(0.5)
-    assert torch.equal(reduced.sums[0], copy)
-    assert reduced.mean_of(whole(reduced), 0.5).data_ptr() == reduced.sums[0].data_ptr()
 
 
 def test_gradient_that_went_into_a_sum_is_refused() -> None:
@@ -83,11 +43,6 @@ def test_gradient_that_was_stepped_with_is_not_added() -> None:
     stepped.become_mean(1.0)
     with pytest.raises(ConfigError, match="add first, then step"):
         (gradient(1.0) + stepped).merge()
-
-
-def test_norm_is_that_of_all_sums() -> None:
-    reduced = ReducedGradient(slices([torch.tensor([3.0, 4.0]), torch.tensor([12.0])]), 1.0, 0.0, b"")
-    assert reduced.measure() == 169.0
 
 
 def test_the_norm_counts_every_element_once_whatever_the_sizes_and_magnitudes() -> None:

@@ -16,7 +16,6 @@ from tests.optimizer.owners import (
     new_flats,
     owners_of,
     reduced,
-    values_by_name,
 )
 
 CLIP = 0.75
@@ -47,18 +46,6 @@ def identical(left: object, right: object) -> bool:
     return left == right
 
 
-@before_or_after_first_step
-@every_optimizer
-def test_preview_leaves_no_trace(name: str, steps: int) -> None:
-    owner = stepped_owner(name, steps)
-    gradient = reduced(owner, gradients_for(owner.layout, 9, set()))
-    before = copy.deepcopy((owner.optimizer.state_dict(), owner.masters, gradient.sums))
-    owner.preview(gradient, read_hyperparameters(owner.optimizer), CLIP, new_flats(owner.layout))
-    after = (owner.optimizer.state_dict(), owner.masters, gradient.sums)
-    assert identical(list(before), list(after))
-    assert [segment for segment in owner.segments if segment.master.grad is not None] == []
-
-
 @every_optimizer
 def test_preview_keeps_nothing_that_it_was_given(name: str) -> None:
     owner = stepped_owner(name, 1)
@@ -83,39 +70,6 @@ def test_preview_shows_what_a_step_then_gives(name: str, steps: int, unused: set
     owner.preview(gradient, settings, CLIP, previewed)
     owner.step(gradient, settings, CLIP)
     owner.publish(stepped)
-    assert identical(previewed, stepped)
-
-
-@before_or_after_first_step
-@every_optimizer
-def test_step_after_a_preview_equals_step_without(name: str, steps: int) -> None:
-    results = []
-    for previews in (0, 2):
-        owner = stepped_owner(name, steps)
-        settings = read_hyperparameters(owner.optimizer)
-        for seed in range(previews):
-            other = reduced(owner, gradients_for(owner.layout, 20 + seed, {"1.weight"}))
-            owner.preview(other, settings, CLIP, new_flats(owner.layout))
-        owner.step(reduced(owner, gradients_for(owner.layout, 9, set())), settings, CLIP)
-        flats = new_flats(owner.layout)
-        owner.publish(flats)
-        results.append(values_by_name(owner.layout, flats))
-    assert identical(*results)
-
-
-@every_optimizer
-def test_preview_after_the_step_looks_one_step_further(name: str) -> None:
-    # Prediction: the gradient has become a mean in place, and is used once more.
-    ahead, twice = stepped_owner(name, 1), stepped_owner(name, 1)
-    settings = read_hyperparameters(ahead.optimizer)
-    gradients = gradients_for(ahead.layout, 9, set())
-    gradient = reduced(ahead, gradients)
-    previewed, stepped = new_flats(ahead.layout), new_flats(ahead.layout)
-    ahead.step(gradient, settings, CLIP)
-    ahead.preview(gradient, settings, CLIP, previewed)
-    for _ in range(2):
-        twice.step(reduced(twice, gradients), settings, CLIP)
-    twice.publish(stepped)
     assert identical(previewed, stepped)
 
 

@@ -20,7 +20,6 @@ from tests.optimizer.written import (
     Around,
     ClipsByNorm,
     RatePerParameter,
-    RuleObject,
     SignSGD,
     Written,
 )
@@ -112,11 +111,6 @@ def test_attribute_of_a_parameter_shows_if_the_optimizer_reads_it() -> None:
 def test_rank_that_owns_nothing_is_tried_too() -> None:
     with pytest.raises(UnsupportedOptimizer, match=r"FirstParameter cannot step .* by itself \(IndexError"):
         whole_groups(FirstParameter(matrix()))
-
-
-def test_object_that_the_constructor_makes_by_itself_is_refused_only_if_it_was_given_one() -> None:
-    with pytest.raises(UnsupportedOptimizer, match="attribute 'rule'"):
-        whole_groups(RuleObject(matrix(), rule=nn.Tanh()))
 
 
 class LastScaled(optim.SGD):

@@ -1,18 +1,14 @@
 """Several optimizers in one job, each with its own settings and schedule."""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn, optim
-from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
-from stretto import ACCO, DataParallel, ZeRO1
+from stretto import ACCO, DataParallel
 from stretto.errors import ConfigError, OptimizerStepped, ParametersTouched, UnsupportedOptimizer, UsageError
-from stretto.optimizer.private import rebuild
-from stretto.optimizer.several import Several
-from tests.bits import unequal
 from tests.optimizer.bowls import Bowls
 
 SHAPES = [(4, 6), (6,)]
@@ -20,25 +16,6 @@ SHAPES = [(4, 6), (6,)]
 
 def two(model: Bowls, **settings: Any) -> tuple[optim.Optimizer, optim.Optimizer]:
     return optim.Muon([model.values[0]], lr=0.05), optim.AdamW([model.values[1]], lr=0.1, **settings)
-
-
-def test_each_is_turned_by_its_own_schedule() -> None:
-    model, stock = Bowls(SHAPES), Bowls(SHAPES)
-    muon, adamw = two(model)
-    schedulers = [ExponentialLR(muon, 0.5), ConstantLR(adamw, 0.25, 2)]
-    expected = two(stock)
-    turned = [ExponentialLR(expected[0], 0.5), ConstantLR(expected[1], 0.25, 2)]
-    with DataParallel(model, (muon, adamw), ZeRO1(), scheduler=schedulers) as job:
-        for _ in range(4):
-            update = job.backward(model(0))
-            rates = tuple(one.param_groups[0]["lr"] for one in expected)
-            assert update is not None
-            assert update.learning_rates == rates
-            stock.zero_grad()
-            stock(0).backward()
-            for one in (*expected, *turned):
-                one.step()
-            assert unequal(model.values, stock.values) == []
 
 
 def test_one_schedule_may_be_of_any_of_them() -> None:
@@ -146,28 +123,3 @@ def test_after_the_job_each_is_an_ordinary_optimizer_again() -> None:
     for one in (muon, adamw):
         one.step()
         assert len(one.state_dict()["state"]) == 1
-
-
-def stepped(optimizer: optim.Optimizer, parameters: nn.ParameterList, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in parameters:
-        parameter.grad = torch.randn(parameter.shape, generator=generator)
-    optimizer.step()
-
-
-@pytest.mark.parametrize("way", ["state_dict", "deepcopy"])
-def test_state_of_all_is_loaded_and_copied_as_that_of_one(way: str) -> None:
-    first, second = Bowls(SHAPES), Bowls(SHAPES)
-    several = Several(two(first, amsgrad=True))
-    stepped(several, first.values, 0)
-    if way == "state_dict":
-        other = rebuild(several, [[second.values[0]], [second.values[1]]])
-        other.load_state_dict(copy.deepcopy(several.state_dict()))
-        second.load_state_dict(first.state_dict())
-    else:
-        other, second = copy.deepcopy((several, first))
-    for seed in (1, 2):
-        stepped(several, first.values, seed)
-        stepped(other, second.values, seed)
-    assert unequal(first.values, second.values) == []
-    assert {len(one) for one in other.state.values()} == {1, 4}

@@ -31,40 +31,6 @@ class SignSGD(Written):
         p.sub_(group["lr"] * g.sign())
 
 
-class Lion(Written):
-    """Chen et al., 2023."""
-
-    settings: ClassVar[dict[str, Any]] = {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1}
-
-    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        average = state.setdefault("exp_avg", torch.zeros_like(p))
-        p.mul_(1 - group["lr"] * group["weight_decay"])
-        p.sub_(group["lr"] * average.lerp(g, 1 - group["betas"][0]).sign())
-        average.lerp_(g, 1 - group["betas"][1])
-
-
-class Lookahead(Written):
-    """Zhang et al., 2019, over SGD; the slow values are state, made in the first step."""
-
-    settings: ClassVar[dict[str, Any]] = {"lr": 0.1, "period": 3}
-
-    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        slow = state.setdefault("slow", p.clone())
-        state["step"] = state.get("step", 0) + 1
-        super().update(p, g, group, state)
-        if state["step"] % group["period"] == 0:
-            p.copy_(slow.lerp_(p, 0.5))
-
-
-class RulePerGroup(Written):
-    """A rule and a decay that are named in the group."""
-
-    settings: ClassVar[dict[str, Any]] = {"lr": 0.1, "rule": "plain"}
-
-    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        super().update(p, g.sign() if group["rule"] == "sign" else g, group, state)
-
-
 class BoundOnItself(Written):
     """Clips by value; the bound is no default but an attribute."""
 
@@ -74,16 +40,6 @@ class BoundOnItself(Written):
 
     def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         super().update(p, g.clamp(-self.bound, self.bound), group, state)
-
-
-class WarmsUp(Written):
-    """A rate that grows with a count in the state of each tensor, and momentum from the fourth step on."""
-
-    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        average = state.setdefault("average", torch.zeros_like(p))
-        state["step"] = state.get("step", 0) + 1
-        average.lerp_(g, 0.5)
-        p.sub_(group["lr"] * min(1.0, state["step"] / 4) * (average if state["step"] > 3 else g))
 
 
 # What follows sees a whole tensor.
@@ -114,22 +70,6 @@ class Lars(Written):
         p.sub_(velocity, alpha=group["lr"])
 
 
-class DecaysMatrices(Written):
-    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        super().update(p, g + 0.1 * p if p.dim() > 1 else g, group, state)
-
-
-class RulePerGroupAndShape(Written):
-    """Scales matrices by their norm in groups that ask for it, and raises for anything else there."""
-
-    settings: ClassVar[dict[str, Any]] = {"lr": 0.1, "matrices": False}
-
-    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        if group["matrices"] and g.dim() != 2:
-            raise ValueError("expected a matrix")
-        super().update(p, g / g.norm() if group["matrices"] else g, group, state)
-
-
 # What follows sees several tensors, or remembers in another place.
 
 
@@ -151,28 +91,14 @@ class ScheduleFree(Written):
         z.sub_(g, alpha=group["lr"])
 
 
-class Prodigy(Written):
-    """Mishchenko and Defazio, 2023, over SGD; the estimate d is one for all parameters, in the group."""
+class MeasuresInGroup(Written):
+    """Remembers in the group what it has seen of gradients, as Prodigy its estimate of a distance."""
 
-    settings: ClassVar[dict[str, Any]] = {"lr": 1.0, "d": 1e-3, "numerator": 0.0}
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        first = self.param_groups[0]
-        members = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        total = torch.zeros(())
-        for p in members:
-            start = self.state[p].setdefault("start", p.clone())
-            grown = self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad, alpha=first["d"])
-            first["numerator"] += first["d"] * float((p.grad * (start - p)).sum())
-            total += grown.abs().sum()
-        d = max(first["d"], first["numerator"] / max(float(total), 1e-12))
-        for group in self.param_groups:
-            group["d"] = d
-        super().step()
+    settings: ClassVar[dict[str, Any]] = {"lr": 0.1, "measured": 1.0}
 
     def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        p.sub_(g, alpha=group["lr"] * group["d"])
+        group["measured"] += float(g.abs().sum())
+        super().update(p, g, group, state)
 
 
 class ClipsByNorm(Written):
@@ -190,33 +116,11 @@ class ClipsByNorm(Written):
         super().update(p, g * self.factor, group, state)
 
 
-class NormalisesGroups(Written):
-    """Divides by the norm of all gradients of a group."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            members = [p for p in group["params"] if p.grad is not None]
-            norm = torch.cat([torch.zeros(1), *(p.grad.flatten() for p in members)]).norm()
-            for p in members:
-                self.update(p, p.grad / norm, group, self.state[p])
-
-
 class RatePerParameter(Written):
     """Reads an attribute that users set on parameters."""
 
     def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         super().update(p, g * getattr(p, "rate", 1.0), group, state)
-
-
-class CountsInGroup(Written):
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["count"] = group.get("count", 0) + 1
-        super().step()
-
-    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        super().update(p, g / group["count"], group, state)
 
 
 class CountsInTensor(Written):
@@ -309,12 +213,6 @@ class LateState(Written):
         super().update(p, g, group, state)
 
 
-class ListState(Written):
-    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        state.setdefault("norms", []).append(1.0)
-        super().update(p, g, group, state)
-
-
 class Count:
     """Nothing that a checkpoint could hold."""
 
@@ -338,15 +236,6 @@ class RuleObject(Written):
 
     def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         super().update(p, self.rule(g), group, state)
-
-
-class SAM(Written):
-    """Foret et al., 2020: two gradients per step, so it needs a closure."""
-
-    def step(self, closure: Any = None) -> None:
-        if closure is None:
-            raise RuntimeError("SAM needs a closure")
-        closure()
 
 
 class Around(optim.Optimizer):
@@ -377,20 +266,11 @@ ELEMENT_WISE: dict[str, Make] = {
 """By name, from groups; their tensors may be cut."""
 
 WHOLE: dict[str, Make] = {
-    **{
-        kind.__name__: kind
-        for kind in (
-            *(SignSGD, Lion, Lookahead, RulePerGroup, WarmsUp, Lars, DecaysMatrices),
-            *(CountsInGroup, CountsInTensor, ScheduleFree),
-        )
-    },
+    **{kind.__name__: kind for kind in (SignSGD, Lars, CountsInTensor, ScheduleFree)},
     "BoundOnItself": lambda groups: BoundOnItself(groups, 0.1, bound=0.01),
     "Adafactor": lambda groups: optim.Adafactor(groups, lr=0.1),
     "Adafactor foreach": lambda groups: optim.Adafactor(groups, lr=torch.tensor(0.1), foreach=True),
     "Lamb": lambda groups: Lamb(groups, weight_decay=0.1),
-    "RulePerGroupAndShape": lambda groups: RulePerGroupAndShape(
-        [{**group, "matrices": group["params"][0].dim() == 2} for group in groups]
-    ),
 }
 """By name, from groups; their tensors must stay whole."""
 
@@ -398,10 +278,9 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "LBFGS": (lambda groups: optim.LBFGS(groups[0]["params"]), "by itself .*closure"),
     "SparseAdam": (optim.SparseAdam, "by itself .*dense gradients"),
     "Evaluates": (Evaluates, r"its eval\(\) shows other values"),
-    "Prodigy": (Prodigy, r"in its parameter groups \(numerator\)"),
+    "MeasuresInGroup": (MeasuresInGroup, r"in its parameter groups \(measured\)"),
     "Communicates": (Communicates, "communicates in its step .*all_?reduce.*torch.optim.Muon"),
     "ClipsByNorm": (ClipsByNorm, r"depends on others.*Options\(clip_norm=...\)"),
-    "NormalisesGroups": (NormalisesGroups, "depends on others"),
     "CountsOnItself": (CountsOnItself, "outside optimizer.state"),
     "EverySecondStep": (EverySecondStep, "outside optimizer.state"),
     "EveryThirdStep": (EveryThirdStep, "outside optimizer.state"),
@@ -412,9 +291,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "WritesGradient": (WritesGradient, r"write into .grad.*p.grad.add\(...\)"),
     "Noisy": (Noisy, "random numbers"),
     "LateState": (LateState, r"state is \['step'\] at first and \['average', 'step'\] later"),
-    "ListState": (ListState, r"state \['norms'\] is neither"),
     "ObjectState": (ObjectState, r"state \['count'\] is neither"),
     "RuleObject": (lambda groups: RuleObject(groups, torch.nn.Tanh()), r"'rule' \(a Tanh\).*\['rule'\]"),
-    "SAM": (SAM, "SAM needs a closure"),
 }
 """By name, from two groups, matrices first; and what the refusal says."""
