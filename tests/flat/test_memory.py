@@ -2,15 +2,12 @@
 
 import random
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from stretto import ACCO, DataParallel, ZeRO1, checkpoint
+from stretto import DataParallel, ZeRO1
 from stretto.errors import UnsupportedModel
 from stretto.flat.memory import check_memory
 from tests.bits import unequal
@@ -105,11 +102,6 @@ def test_expanded_tensor_is_refused_where_elements_share_memory(shape: tuple[int
                 train(broken)
 
 
-def test_parameter_without_values_is_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="'0' has no values yet"):
-        train(model_of(torch.empty(3, device="meta")))
-
-
 def test_random_views_are_refused_exactly_if_elements_coincide() -> None:
     refused = 0
     for seed in range(300):
@@ -133,31 +125,3 @@ def test_random_views_are_refused_exactly_if_elements_coincide() -> None:
             with pytest.raises(UnsupportedModel, match="share memory"):
                 check_memory(named)
     assert 50 < refused < 250
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled, )?unavailable:UserWarning")
-@pytest.mark.parametrize("strategy", [ZeRO1(), ACCO()], ids=lambda strategy: strategy.name)
-@pytest.mark.parametrize("shapes", [[(0, 3), (4, 5)], [(3, 0)], [(64,), (0,)]], ids=str)
-def test_parameter_without_elements_is_saved_and_loaded(
-    shapes: list[tuple[int, ...]], strategy: ZeRO1 | ACCO, tmp_path: Path
-) -> None:
-    def job_over(model: nn.Module) -> DataParallel:
-        return DataParallel(model, torch.optim.AdamW(model.parameters()), strategy, micro_batches=2)
-
-    def go_on(job: DataParallel, model: nn.Module, until: int) -> None:
-        while job.steps < until:
-            job.backward(sum((p**2).sum() for p in model.parameters()))
-
-    model, other = (model_of(*(torch.ones(shape) for shape in shapes)) for _ in range(2))
-    with job_over(model) as job, job_over(other) as resumed:
-        go_on(job, model, 2)
-        path = checkpoint.save(job, tmp_path)
-        assert checkpoint.load(resumed, path).notes == ()
-        go_on(job, model, 4)
-        go_on(resumed, other, 4)
-        with job.settled(), resumed.settled():
-            assert unequal(model.parameters(), other.parameters()) == []
-    plain = model_of(*(torch.ones(shape) for shape in shapes))
-    flat = StateDictOptions(flatten_optimizer_state_dict=True)
-    optimizer = get_optimizer_state_dict(plain, torch.optim.AdamW(plain.parameters()), options=flat)
-    dcp.load({"model": plain.state_dict(), "optimizer": optimizer}, checkpoint_id=path, no_dist=True)

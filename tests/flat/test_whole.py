@@ -7,34 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.flat import ALIGNMENT, Layout, plan_layout
+from stretto.flat import ALIGNMENT, plan_layout
 from tests.draws import seeds
-from tests.flat.test_layout import Shapes
+from tests.flat.test_layout import plan, random_shapes
 
-
-def random_shapes(draw: random.Random) -> list[tuple[int, ...]]:
-    """Draw a model: many tensors alike, many unlike, or one that outweighs the rest; some without elements."""
-    largest = draw.choice((1, 8, 60))
-    shapes = [
-        tuple(draw.randint(1, largest) for _ in range(draw.randint(0, 3))) for _ in range(draw.randint(1, 60))
-    ]
-    return shapes + draw.choice(([], [(0, 3)], [(300, 200)], [(64, 64)] * 24))
-
-
-def plan(shapes: list[tuple[int, ...]], draw: random.Random, whole_groups: set[int]) -> Layout:
-    """Plan the shapes, dealt to two groups, with a random number of ranks, size of buckets and number of parts."""
-    values = list(Shapes(shapes, mixed=False).values)
-    model = nn.ParameterList(values)
-    groups = [{"params": values[::2]}, {"params": values[1::2]}]
-    return plan_layout(
-        model,
-        torch.optim.SGD(groups, lr=0.1),
-        world_size=draw.choice((1, 2, 3, 8)),
-        bucket_bytes=draw.choice((1, 4096, 2**16, 2**24)),
-        widen=True,
-        parts=draw.choice((1, 1, 3)),
-        whole_groups=whole_groups,
-    )[0]
+BUCKET_BYTES = (1, 4096, 2**16, 2**24)
 
 
 def aligned(numel: int) -> int:
@@ -45,7 +22,7 @@ def aligned(numel: int) -> int:
 def test_whole_tensors_lie_in_one_slice_each_and_padding_is_bounded(seed: int) -> None:
     draw = random.Random(seed)
     shapes = random_shapes(draw)
-    layout = plan(shapes, draw, {0, 1})
+    layout = plan(shapes, draw, {0, 1}, bucket_bytes=draw.choice(BUCKET_BYTES))
     (flat,), world_size = layout.sets, layout.world_size
 
     assert sorted(slot.shape for slot in layout.slots) == sorted(shapes)
@@ -75,7 +52,7 @@ def test_whole_tensors_lie_in_one_slice_each_and_padding_is_bounded(seed: int) -
 def test_groups_cut_in_different_ways_have_sets_of_their_own(seed: int) -> None:
     draw = random.Random(seed)
     shapes = [*random_shapes(draw), (3, 5)]
-    layout = plan(shapes, draw, {1})
+    layout = plan(shapes, draw, {1}, bucket_bytes=draw.choice(BUCKET_BYTES))
     assert len(layout.sets) == 2
     for slot in layout.slots:
         assert slot.is_whole == (slot.group == 1) == (slot.set_index == 1)

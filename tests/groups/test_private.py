@@ -1,6 +1,5 @@
-import os
 import random
-import sys
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -18,52 +17,27 @@ from stretto.link import Link
 from tests.processes import run_ranks
 
 
-def test_a_process_alone_gets_a_group_of_its_own() -> None:
-    group = private_group()
-    assert isinstance(group, SoloGroup)
-    release(group)
-
-
-def test_a_group_unknown_to_torch_gives_its_sibling() -> None:
+def test_a_process_alone_and_a_group_unknown_to_torch_give_a_group_of_its_own() -> None:
     solo = SoloGroup()
-    sibling = private_group(solo)
-    assert isinstance(sibling, SoloGroup)
-    assert sibling is not solo
-
-
-def test_a_group_unknown_to_torch_without_siblings_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"private\(\)"):
-        private_group(dist.ProcessGroup(0, 1))
-
-
-def test_ranks_without_a_job_are_refused() -> None:
-    with pytest.raises(ConfigError, match="call init_process_group first"):
-        private_group(ranks=[0, 1])
-
-
-def test_a_group_and_ranks_together_are_refused() -> None:
-    with pytest.raises(ConfigError, match="not both"):
-        private_group(SoloGroup(), ranks=[0])
-
-
-def over_a_part(rank: int) -> list[float]:
-    ranks = [0, 2]
-    if rank == 1:
-        with pytest.raises(ConfigError, match=r"rank 1 is not among ranks \[0, 2\]"):
-            private_group(ranks=ranks)
-        return []
-    results = []
-    for _ in range(3):  # a group whose name was used before would look for the former one's addresses
-        group = private_group(ranks=ranks, timeout_seconds=20)
-        tensor = torch.full((4,), float(rank))
-        group.allreduce([tensor]).wait()
-        results += [tensor.mean().item(), float(group.rank())]
+    for given in (None, solo):
+        group = private_group(given)
+        assert isinstance(group, SoloGroup)
+        assert group is not solo
         release(group)
-    return results
 
 
-def test_a_private_group_over_a_part_needs_only_its_ranks() -> None:
-    assert run_ranks(3, over_a_part) == [[2.0, 0.0] * 3, [], [2.0, 1.0] * 3]
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: private_group(dist.ProcessGroup(0, 1)), r"private\(\)"),
+        (lambda: private_group(ranks=[0, 1]), "call init_process_group first"),
+        (lambda: private_group(SoloGroup(), ranks=[0]), "not both"),
+        (lambda: part_of(dist.ProcessGroup(0, 2), [0]), r"part\(members\)"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
 
 
 class SplitGroup(WrappedGroup):
@@ -133,11 +107,6 @@ def test_a_part_of_a_group_has_its_backend_and_needs_only_its_ranks() -> None:
     assert run_ranks(4, halves) == expected
 
 
-def test_a_group_unknown_to_torch_without_parts_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"part\(members\)"):
-        part_of(dist.ProcessGroup(0, 2), [0])
-
-
 def like_the_given_group(rank: int) -> tuple[bool, bool, list[int]]:
     register_throttled(Link.parse("1gbit"))
     throttled = dist.new_group([0, 1], backend="throttled")
@@ -185,6 +154,8 @@ def groups_in_turns(rank: int, seed: int) -> list[str]:
             dist.new_group(ranks)
         asked = draws.choice([{}, {"group": dist.group.WORLD}]) if len(ranks) == RANKS else {"ranks": ranks}
         if rank not in ranks:
+            with pytest.raises(ConfigError, match=rf"rank {rank} is not among ranks"):
+                private_group(**asked)
             continue
         group = private_group(**asked, timeout_seconds=20)
         tensor = torch.tensor([2.0**rank])
@@ -228,19 +199,6 @@ def test_jobs_over_all_ranks_and_over_a_part_of_them_take_turns(seed: int) -> No
         assert found == pytest.approx(
             [0.0] * len(found), abs=1e-6
         )  # the mean of three powers of two, rounded
-
-
-def many_over_a_part(rank: int) -> int:
-    if rank:
-        for _ in range(40):
-            retire(private_group(ranks=[1, 2], timeout_seconds=20))
-    return len(os.listdir("/proc/self/fd"))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="descriptors are counted in /proc")
-def test_groups_over_a_part_are_given_back_too() -> None:
-    none, *held = run_ranks(3, many_over_a_part)
-    assert max(held) - none <= 5 * 9 + 16  # as in test_released.py; 40 groups hold 200
 
 
 def test_a_group_over_one_whose_ranks_have_names_has_those() -> None:

@@ -1,7 +1,6 @@
-"""The reduce-scatter that jobs use on Gloo has the bits of Gloo's own, and a work that can be waited for in turns."""
+"""The reduce-scatter that jobs use on Gloo has the bits of Gloo's own."""
 
 import random
-from datetime import timedelta
 
 import pytest
 import torch
@@ -34,27 +33,6 @@ def scattered(rank: int) -> None:
         assert torch.equal(values, before)
 
 
-def late(rank: int) -> None:
-    """Rank 1 comes once rank 0 has seen its own wait end."""
-    store = dist.distributed_c10d._get_default_store()
-    if rank:
-        store.wait(["has waited"])
-    part = torch.empty(3)
-    work = method_of(dist.group.WORLD, "reduce_scatter_single")(part, torch.arange(6.0))
-    if not rank:
-        with pytest.raises(RuntimeError):
-            work.wait(timedelta(milliseconds=50))
-        assert not work.is_completed()
-        store.set("has waited", "")
-    work.wait()
-    assert work.is_completed()
-    assert part.tolist() == [6.0 * rank, 6.0 * rank + 2, 6.0 * rank + 4]
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_it_has_the_bits_of_gloos_own_and_leaves_its_input(ranks: int) -> None:
     run_ranks(ranks, scattered)
-
-
-def test_a_wait_for_a_late_rank_ends_and_changes_nothing() -> None:
-    run_ranks(2, late)
