@@ -10,7 +10,6 @@ import torch
 from stretto_lab.cli.commands import CONFIGURE
 from stretto_lab.cli.options import parse_alone, parse_options
 from stretto_lab.estimate import EstimateConfig, estimate
-from stretto_lab.observe import read_json_lines
 from stretto_lab.recipes.gpt import Shape, causal_lm
 from stretto_lab.recipes.language_models import SIZES
 from stretto_lab.train.configuration import RunConfig
@@ -71,21 +70,3 @@ def test_two_homes_train_alike() -> None:
         first, second = train_virtually(run, RANKS)
         assert first.updates == second.updates == 6
     assert (hidden.strategy, hidden.wire) == (launched.strategy, launched.wire) == ("acco", "rotated2")
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("files")
-def test_a_flip_on_an_unreliable_machine_is_found_and_leaves_no_trace() -> None:
-    tuned, rehearsed = runs("unreliable")
-    assert tuned.guards == rehearsed.guards == ("standard",)
-    clean = train_virtually(replace(tuned, run_dir="clean"), RANKS)
-    struck = train_virtually(replace(rehearsed, run_dir="struck"), RANKS)
-    assert [one.faults_struck for one in struck] == [0, 1]
-    assert [one.faults_struck for one in clean] == [0, 0]
-    incidents = [*read_json_lines(Path("struck/incidents.jsonl"))]
-    assert {1} == {rank for row in incidents for rank in row["ranks"]}
-    losses = [
-        [*read_json_lines(Path(name, "evaluations.jsonl"))][-1]["heldout_loss"]
-        for name in ("clean", "struck")
-    ]
-    assert losses[0] == losses[1]
