@@ -62,17 +62,6 @@ def take(source: MicroBatches[list[int]], count: int) -> list[list[int]]:
     return list(islice(source, count))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_every_world_size_sees_the_same_samples_in_every_update(world_size: int) -> None:
-    updates, per_update = 6, 8  # six updates of 8 micro-batches run through several epochs of 7
-    alone = take(loader(), updates * per_update)
-    ranks = [take(loader(rank, world_size), updates * per_update // world_size) for rank in range(world_size)]
-    each = per_update // world_size
-    for update in range(updates):
-        together = [batch for share in ranks for batch in share[update * each : (update + 1) * each]]
-        assert sorted(together) == sorted(alone[update * per_update : (update + 1) * per_update])
-
-
 def test_another_seed_gives_another_order() -> None:
     assert take(loader(seed=SEED + 1), 20) != take(loader(), 20)
 

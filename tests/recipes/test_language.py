@@ -1,8 +1,6 @@
 """Language models over people's own files."""
 
 import importlib
-import itertools
-import json
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -20,9 +18,9 @@ from stretto_lab.recipes.gpt import Shape, causal_lm
 from stretto_lab.recipes.language import Documents, OwnTokens
 from stretto_lab.recipes.rows import Heldout, divided, read_rows
 from stretto_lab.recipes.task import Task
-from stretto_lab.recipes.text import IGNORED, BytePairs, FolderTokens, Window
+from stretto_lab.recipes.text import BytePairs, FolderTokens
+from stretto_lab.testing import differing
 from stretto_lab.train.outcome import check_folder
-from tests.bits import unequal
 from tests.recipes.files import (
     STORIES,
     expect_same_bits_after_a_kill,
@@ -84,13 +82,6 @@ def task_over(place: Path, **settings: Any) -> Task:
     return over(place, **settings).build(0, 1, 0, updates=8)
 
 
-def texts(window: Window) -> list[str]:
-    """What is learned in each sequence, without the tokens after it."""
-    return [
-        BYTES.decode([one for one in row.tolist() if one not in (IGNORED, END)]) for row in window.targets
-    ]
-
-
 @pytest.mark.parametrize(
     ("name", "documents"),
     [("saved", "file"), ("splits", "file"), ("stories.parquet", "file"), ("stories.jsonl", "file"),
@@ -100,18 +91,18 @@ def test_every_format_gives_the_documents_that_were_written(files: Path, name: s
     assert sorted(row["text"] for row in read_rows(str(files / name), documents)) == sorted(STORIES)
 
 
-def test_of_a_folder_with_parts_for_training_only_these_are_read(tmp_path: Path) -> None:
+def test_of_a_folder_with_parts_for_training_only_these_are_read() -> None:
     for name in ("train-1", "train-2", "test-1", "validation"):
-        write_lines(tmp_path / f"{name}.jsonl", [{"text": name}])
-    (tmp_path / "README.md").write_text("what it is")
-    assert read_rows(str(tmp_path))["text"][:] == ["train-1", "train-2"]
-    assert read_rows(str(tmp_path / "test-1.jsonl"))["text"][:] == ["test-1"]
+        write_lines(Path(f"{name}.jsonl"), [{"text": name}])
+    Path("README.md").write_text("what it is")
+    assert read_rows(".")["text"][:] == ["train-1", "train-2"]
+    assert read_rows("test-1.jsonl")["text"][:] == ["test-1"]
 
 
-def test_a_file_that_changes_is_read_anew(tmp_path: Path) -> None:
+def test_a_file_that_changes_is_read_anew() -> None:
     for text in ("before", "after"):
-        write_lines(tmp_path / "rows.jsonl", [{"text": text}])
-        assert read_rows(str(tmp_path / "rows.jsonl"))["text"] == [text]
+        write_lines(Path("rows.jsonl"), [{"text": text}])
+        assert read_rows("rows.jsonl")["text"] == [text]
 
 
 def test_an_epoch_of_blocks_is_the_training_documents_and_nothing_that_is_held_out(files: Path) -> None:
@@ -126,33 +117,6 @@ def test_an_epoch_of_blocks_is_the_training_documents_and_nothing_that_is_held_o
     tokens = [token for window in islice(packed, blocks) for token in window.inputs[0].tolist()]
     documents = BYTES.decode([token if token != END else NEW_LINE for token in tokens]).split("\n")
     assert sorted(filter(None, documents)) == sorted(STORIES[index] for index in kept)
-
-
-def test_a_loader_resumes_to_the_sample_after_every_micro_batch(files: Path) -> None:
-    def loader() -> Any:
-        return task_over(files / "stories.jsonl", length=24).loader
-
-    whole = list(islice(loader(), 70))
-    running = loader()
-    batches = iter(running)
-    resumed = loader()
-    for place in range(0, 60):
-        resumed.load_state_dict(json.loads(json.dumps(running.state_dict())))
-        assert unequal(next(iter(resumed))[:2], whole[place][:2]) == []
-        next(batches)
-
-
-def test_two_ranks_read_what_one_rank_reads_without_overlap(files: Path) -> None:
-    def epoch(rank: int, world_size: int) -> list[str]:
-        loader: Any = over(files / "stories.jsonl", batch=1).build(rank, world_size, 0, None).loader
-        parcels = loader._parcels
-        batches = itertools.takewhile(lambda _: parcels.position - world_size < parcels.per_epoch, loader)
-        return [text for window in batches for text in texts(window)]
-
-    alone, shares = epoch(0, 1), [epoch(rank, 2) for rank in range(2)]
-    assert sorted(alone) == sorted(shares[0] + shares[1])
-    begun = [{text[:8] for text in share if text.startswith("tory")} for share in shares]
-    assert (len(begun[0]), len(begun[1]), begun[0] & begun[1]) == (19, 19, set())
 
 
 def test_a_saved_order_of_other_blocks_is_refused(files: Path) -> None:
@@ -180,12 +144,8 @@ def test_lora_trains_its_adapters_alone(files: Path) -> None:
     changed = {name for name, value in parameters("run").items() if not torch.equal(value, start[name])}
     assert changed == {name for name in start if "lora_" in name}
     published = safetensors.torch.load_file("run/model/adapter_model.safetensors")
-    assert {name.replace(".default", "") for name in changed} == {*published}
-    assert [
-        name
-        for name in changed
-        if not torch.equal(published[name.replace(".default", "")], parameters("run")[name])
-    ] == []
+    trained = {name.replace(".default", ""): parameters("run")[name] for name in changed}
+    assert differing(trained, published) == []
     assert not Path("run/model/model.safetensors").exists()
     assert task.build(0, 1, 0, None).model.peft_config["default"].lora_alpha == 2.0 * task.lora_rank
 
@@ -196,9 +156,7 @@ def test_a_model_folder_brings_parameters_and_a_configuration_new_ones(files: Pa
     stored = safetensors.torch.load_file(files / "model" / "model.safetensors")
     tuned = task_over(files / "stories.jsonl", model=str(files / "model")).model
     assert tuned.training
-    assert [
-        (name, value) for name, value in stored.items() if not torch.equal(tuned.state_dict()[name], value)
-    ] == []
+    assert differing(stored, {name: tuned.state_dict()[name] for name in stored}) == []
     fresh = task_over(files / "stories.jsonl", model=str(files / "model" / "config.json")).model
     assert fresh.config.n_embd == 16
     assert not torch.equal(fresh.state_dict()["transformer.wte.weight"], stored["transformer.wte.weight"])
@@ -209,9 +167,7 @@ def test_a_run_ends_with_a_folder_that_transformers_reads(files: Path) -> None:
     train_virtually(run, 2)
     transformers = importlib.import_module("transformers")
     published = transformers.AutoModelForCausalLM.from_pretrained("run/model").state_dict()
-    assert [
-        (name, value) for name, value in parameters("run").items() if not torch.equal(published[name], value)
-    ] == []
+    assert differing(parameters("run"), {name: published[name] for name in parameters("run")}) == []
     assert FolderTokens("run/model").encode(b"the cat") == FolderTokens(str(files / "tokens")).encode(
         b"the cat"
     )
@@ -270,58 +226,46 @@ def test_what_cannot_be_read_is_one_line_before_anything_starts(
     assert sorted(Path().iterdir()) == there
 
 
-def test_wrong_folders_are_named(files: Path) -> None:
-    Path("empty").mkdir()
-    Path("model").mkdir()
-    Path("model/config.json").write_text('{"model_type": "gpt2"}')
-    Path("mixed").mkdir()
-    Path("mixed/a.txt").write_text("x")
-    Path("mixed/b.jsonl").write_text("{}")
-    Path("bad.parquet").write_bytes(b"PAR1 and so on")
-    for settings, named in (
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
         ({"data": None}, "data is missing"),
         ({"data": "empty"}, "empty holds none of them: expected files of one format"),
         ({"data": "mixed"}, "mixed holds json and text"),
         ({"data": "bad.parquet"}, "bad.parquet cannot be read: ArrowInvalid"),
-        ({"model": "model"}, "model model has no model.safetensors"),
+        ({"model": "half"}, "model half has no model.safetensors"),
+        ({"model": "model", "length": 65}, "length 65 is longer than the 64 positions"),
+        ({"model": "model", "tokenizer": "larger"}, "270 tokens and .* knows 257"),
+        ({"tokenizer": "saved"}, "holds no tokenizer that can be read"),
+    ],
+)
+def test_wrong_folders_and_what_does_not_fit_are_named(
+    settings: dict[str, Any], named: str, files: Path
+) -> None:
+    for folder, file, content in (
+        ("empty", None, ""),
+        ("half", "config.json", '{"model_type": "gpt2"}'),
+        ("mixed", "a.txt", "x"),
+        ("mixed", "b.jsonl", "{}"),
     ):
-        with pytest.raises(ConfigError, match=named):
-            Language(**{"data": str(files / "stories.jsonl"), **settings}).check()
-    Language(data=str(files / "stories.jsonl"), model=str(files / "model")).check()
-
-
-def test_a_model_that_does_not_fit_is_refused(files: Path) -> None:
+        Path(folder).mkdir(exist_ok=True)
+        if file:
+            Path(folder, file).write_text(content)
+    Path("bad.parquet").write_bytes(b"PAR1 and so on")
     BytePairs([story.encode() for story in STORIES], 270).write(Path("larger"))
-    model = str(files / "model")
-    for settings, named in (
-        ({"model": model, "length": 65}, "length 65 is longer than the 64 positions"),
-        ({"model": model, "tokenizer": "larger"}, "270 tokens and .* knows 257"),
-        ({"tokenizer": str(files / "saved")}, "holds no tokenizer that can be read"),
-    ):
-        with pytest.raises(ConfigError, match=named):
-            task_over(files / "stories.jsonl", **settings)
-    with pytest.raises(ConfigError, match="vocabulary must be at least 257"):
-        OwnTokens(vocabulary=256)
-    with pytest.raises(ConfigError, match="share must be between 0 and 1"):
-        Heldout(share=1.0)
+    found = {
+        name: str(files / value) if value in ("model", "saved") else value for name, value in settings.items()
+    }
+    with pytest.raises(ConfigError, match=named):
+        task_over(files / "stories.jsonl", **found)
 
 
+@pytest.mark.long
 def test_the_command_line_trains_with_a_reader_and_keeps_the_tokenizer_for_a_resume(
     files: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--task.data", str(files / "stories.jsonl"), "--task.model", "llama-tiny"]
-    few = [
-        "--workers",
-        "1",
-        "--updates",
-        "2",
-        "--no-tensorboard",
-        "--run-dir",
-        "run",
-        "--task.sample",
-        "2",
-    ]
-    assert main(["train", "language", *words, *few]) == 0
+    words = "--task.model llama-tiny --task.sample 2 --workers 1 --updates 2 --no-tensorboard --run-dir run"
+    assert main(["train", "language", "--task.data", str(files / "stories.jsonl"), *words.split()]) == 0
     assert capfd.readouterr().err == ""
     assert len(read_json_lines(Path("run/updates.jsonl"))) == 2
     assert FolderTokens("run/tokenizer").vocabulary == 257

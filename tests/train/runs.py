@@ -31,8 +31,8 @@ OWN = {
 
 def tiny_run(folder: str | None = None, **settings: Any) -> RunConfig[Tiny]:
     """A run of the tiny task; without TensorBoard, whose import would take longer than the run."""
-    chosen = {"updates": 10, "micro_batches": 2, "evaluate_every": 4, "checkpoint_every": 3, **settings}
-    return RunConfig(task=Tiny(), run_dir=folder, tensorboard=False, timeout_seconds=120, **chosen)
+    chosen = {"updates": 10, "micro_batches": 2, "evaluate_every": 4, "checkpoint_every": 3, "task": Tiny()}
+    return RunConfig(run_dir=folder, tensorboard=False, timeout_seconds=120, **{**chosen, **settings})
 
 
 def train(run: RunConfig[Tiny], world_size: int = 2, function: Any = train_rank, *args: Any) -> list[Outcome]:
@@ -114,6 +114,11 @@ def evaluations(folder: str) -> list[tuple[int, float]]:
         (record["step"], record["heldout_loss"])
         for record in read_json_lines(Path(folder, "evaluations.jsonl"))
     ]
+
+
+def written(folder: str) -> tuple[object, ...]:
+    """All that two equal runs share."""
+    return records(folder), evaluations(folder), model_bits(folder)
 
 
 def model_bits(folder: str) -> dict[str, bytes]:
