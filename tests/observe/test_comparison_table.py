@@ -31,10 +31,6 @@ RUNS = [
 ]
 
 
-def test_a_share_compares_runs_of_the_same_repeat() -> None:
-    assert shares_of_limit([RUNS[1], RUNS[3]], RUNS) == [0.9, 0.6]
-
-
 def test_without_the_limit_or_a_rate_there_is_no_share() -> None:
     assert shares_of_limit([RUNS[1]], [RUNS[1]]) == []
     assert shares_of_limit([run("acco", 0, None)], [*RUNS[:1], run("acco", 0, None)]) == []

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from stretto.recorder import RunFiles
 from stretto_lab.faults import Application, Fault
 from stretto_lab.observe import JsonLines, StrikeRecorder, read_json_lines, replace_json
 from stretto_lab.page.contents import read_evaluations
+from tests.draws import seeds
 from tests.observe.updates import update
 
 FILE = Path("records.jsonl")
@@ -29,25 +31,23 @@ def steps() -> list[int]:
     return [record["step"] for record in read_json_lines(FILE)]
 
 
-def test_a_new_run_begins_the_file() -> None:
-    write(range(1, 4), keep_until=None)
-    write(range(1, 3), keep_until=None)
-    assert steps() == [1, 2]
-
-
-def test_a_resumed_run_drops_what_came_after_its_checkpoint() -> None:
-    write(range(1, 8), keep_until=None)
-    write(range(5, 7), keep_until=4)
-    assert steps() == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_record_that_was_being_written_at_the_end_is_no_record() -> None:
-    write(range(1, 4), keep_until=None)
-    with FILE.open("ab") as file:
-        file.write(b'{"step": 4, "lo')
-    assert steps() == [1, 2, 3]
-    write(range(4, 6), keep_until=10)
-    assert steps() == [1, 2, 3, 4, 5]
+@pytest.mark.parametrize("seed", seeds(24))
+def test_a_file_holds_at_once_what_was_written_up_to_each_resume_and_after_it(seed: int) -> None:
+    """A record that was being written at the end is none; a new run begins the file."""
+    draw, expected = random.Random(seed), list[int]()
+    for _ in range(draw.randint(2, 5)):
+        keep_until = draw.choice([None, *range(12)])
+        expected = [] if keep_until is None else [step for step in expected if step <= keep_until]
+        lines = JsonLines(FILE, keep_until)
+        for step in range((keep_until or 0) + 1, (keep_until or 0) + draw.randint(1, 6)):
+            lines.write({"step": step})
+            expected.append(step)
+            assert steps() == expected
+        lines.close()
+        if draw.random() < 0.5:
+            with FILE.open("ab") as file:
+                file.write(b'{"step": 4, "lo')
+        assert steps() == expected
 
 
 def test_a_damaged_line_is_an_error_that_names_it() -> None:
@@ -58,18 +58,6 @@ def test_a_damaged_line_is_an_error_that_names_it() -> None:
         JsonLines(FILE, keep_until=4)
     write(range(2, 4), keep_until=0)  # nothing behind the checkpoint is looked at
     assert steps() == [2, 3]
-
-
-def test_a_resumed_run_without_a_file_begins_it() -> None:
-    write(range(3, 5), keep_until=2)
-    assert steps() == [3, 4]
-
-
-def test_a_record_is_in_the_file_at_once() -> None:
-    lines = JsonLines(FILE, keep_until=None)
-    lines.write({"step": 1})
-    assert steps() == [1]
-    lines.close()
 
 
 def test_a_recorder_writes_updates_with_all_their_fields_and_evaluations_beside_them() -> None:

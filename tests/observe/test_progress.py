@@ -47,17 +47,6 @@ def test_an_incident_is_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) ->
     )
 
 
-def test_an_evaluation_stands_behind_its_update(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(HEADER)
-    progress.updated(update(1), 1.0)
-    progress.updated(update(2), 2.0)
-    progress.evaluated(2, 1.5, 2.0)
-    progress.close()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-2].startswith("update 2/10")
-    assert lines[-1] == "held-out loss 1.5000 after 2 updates"
-
-
 @pytest.mark.parametrize(("seconds", "left"), [(90.0, "  1:10 left"), (7290.0, "  2:01:10 left")])
 def test_a_run_that_time_ends_shows_the_time_left(
     seconds: float, left: str, capsys: pytest.CaptureFixture[str]
@@ -101,36 +90,22 @@ def test_a_stop_is_told_after_silence_too(monkeypatch: pytest.MonkeyPatch) -> No
     assert progress._still() == f"{LANDING}: 0:12 since then"
 
 
-def test_a_run_that_waits_for_data_without_echo_does_not_speak_of_echo(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("different", "end"),
+    [
+        ({"fresh": 4, "wait_seconds": 0.5}, "left  wait 25.0%"),
+        ({"echoed": 4}, "left  0% fresh batches"),  # no update had a first use
+        (
+            {"fresh": 1, "echoed": 3, "first_use_loss": 3.0, "wait_seconds": 0.5},
+            "left  25% fresh batches, loss on them 3.0000  wait 25.0%",
+        ),
+    ],
+)
+def test_echoes_and_waits_have_a_place_where_there_are_any(
+    different: dict[str, float], end: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     progress = Progress(HEADER)
     for step in range(1, 4):
-        progress.updated(update(step, fresh=4, wait_seconds=0.5), 2.0 * step)
+        progress.updated(update(step, **different), 2.0 * step)
     progress.close()
-    shown = capsys.readouterr().out
-    assert "wait 25.0%" in shown
-    assert "fresh" not in shown
-    assert "nan" not in shown
-
-
-def test_the_loss_of_first_uses_is_left_out_where_no_update_had_one(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    progress = Progress(HEADER)
-    for step in range(1, 4):
-        progress.updated(update(step, echoed=4), 2.0 * step)
-    progress.close()
-    assert capsys.readouterr().out.splitlines()[-1].endswith("left  0% fresh batches")
-
-
-def test_echoes_and_waits_have_a_place_where_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(HEADER)
-    for step in range(1, 4):
-        progress.updated(update(step, fresh=1, echoed=3, first_use_loss=3.0, wait_seconds=0.5), 2.0 * step)
-    progress.close()
-    assert (
-        capsys.readouterr()
-        .out.splitlines()[-1]
-        .endswith("left  25% fresh batches, loss on them 3.0000  wait 25.0%")
-    )
+    assert capsys.readouterr().out.splitlines()[-1].endswith(end)

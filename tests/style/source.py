@@ -1,7 +1,7 @@
 """The source files of the project, parsed: what the style tests look at."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +24,16 @@ def project_files() -> list[Path]:
 def parsed(file: Path) -> ast.Module:
     """The syntax tree of `file`."""
     return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
+
+
+def places(check: Callable[[ast.AST, Path], object], files: Iterable[Path]) -> list[str]:
+    """Where a check finds something, and what stands there."""
+    return [
+        f"{place(file, node)}: {ast.unparse(node)}"
+        for file in files
+        for node in ast.walk(parsed(file))
+        if check(node, file)
+    ]
 
 
 def place(file: Path, node: ast.AST | None = None) -> str:

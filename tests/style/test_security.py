@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from tests.style.source import package_files, parsed, place
+from tests.style.source import package_files, places
 
 OWN_BYTES = "pickle.loads(pickle.dumps("
 """Laws of `stretto_lab.testing` read back what they have written in the same expression."""
@@ -33,9 +33,4 @@ def is_door(node: ast.AST, file: Path) -> bool:
 
 
 def test_nothing_is_unpickled() -> None:
-    assert [
-        place(file, node)
-        for file in package_files()
-        for node in ast.walk(parsed(file))
-        if is_door(node, file)
-    ] == []
+    assert places(is_door, package_files()) == []
