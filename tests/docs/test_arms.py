@@ -132,8 +132,3 @@ def test_the_table_of_learning_rates_is_what_was_measured() -> None:
         best = min(found, key=found.__getitem__)
         for rate in (0.004, 0.008, 0.016):
             assert row[f"{rate}"] == (f"**{found[rate]:.3f}**" if rate == best else f"{found[rate]:.3f}")
-
-
-def test_the_averages_that_lead_the_tables_are_among_them() -> None:
-    assert {"average:2:wire=int4", "average:4:wire=int4", "average:4:wire=int2"} <= set(OURS)
-    assert "hivemind:interval=8:delay=4" in ALL

@@ -13,23 +13,3 @@ def test_every_row_names_a_test_that_exists_or_says_that_it_was_not_tried() -> N
         named = re.findall(r"`([^`]+\.py)`", shown)
         assert named or shown in ("not tried", "as a kill"), row
         assert [path for path in named if not (ROOT / path).is_file()] == [], row
-
-
-WHAT = (
-    "killed",
-    "at once",
-    "recover",
-    "comes",
-    "stopped",
-    "link",
-    "node",
-    "agent",
-    "store",
-    "disk",
-    "memory",
-)
-
-
-def test_the_table_has_what_can_happen() -> None:
-    told = " ".join(row["what happens"] for row in ROWS)
-    assert [word for word in WHAT if word not in told] == []

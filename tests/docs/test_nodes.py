@@ -5,16 +5,9 @@ import re
 import pytest
 
 from stretto_lab.cli import main
-from tests.docs.pages import DOCS, code_blocks, commands
+from tests.docs.pages import DOCS, commands
 
 PAGE = DOCS / "nodes.md"
-
-
-def test_the_examples_run_one_after_the_other() -> None:
-    names: dict[str, object] = {}
-    for source in code_blocks(PAGE, "tests/docs/test_nodes.py"):
-        exec(compile(source, str(PAGE), "exec"), names)
-        names["parallel"].finish()
 
 
 @pytest.mark.long

@@ -1,22 +1,9 @@
 """The page's program runs, and its formulas are those of the tests of time."""
 
-from typing import Any
-
-from tests.docs.pages import DOCS, code_blocks
+from tests.docs.pages import DOCS
 from tests.virtual import test_time
 
 PAGE = DOCS / "virtual-cluster.md"
-
-
-def test_the_program_runs_and_repeats() -> None:
-    (program,) = code_blocks(PAGE, "tests/docs/test_virtual_cluster.py")
-    digests = set()
-    for _ in range(2):
-        names: dict[str, Any] = {}
-        exec(compile(program, str(PAGE), "exec"), names)
-        digests.add(names["results"].trace.digest())
-        assert names["results"].values[0] > 0
-    assert len(digests) == 1
 
 
 def test_the_formulas_are_those_that_are_tested() -> None:
