@@ -2,6 +2,7 @@
 
     python experiments/papers/claims.py --list
     python experiments/papers/claims.py acco.heterogeneous --seeds 3
+    python experiments/papers/claims.py paft.table1 --first-seed 200 --out again
     python experiments/papers/claims.py paft.table1 --data cifar-10-batches-bin --out cifar
     python experiments/papers/claims.py --page
 
@@ -12,22 +13,22 @@ shows. Learning rates are chosen out of `rates`, each arm by the mean of `tuned_
 A line of runs.jsonl in the folder of `--out` is kept of every run, and runs that are there are not made again.
 
 Note [The rule]
-    A claim is made of effects: numbers such as points of accuracy lost. Of each the paper says between which limits it
-    lies (`least`, `most`), and perhaps what it is. With the 95 % interval of our seeds
+    A claim is made of effects: numbers such as points of accuracy lost. The paper may say what an effect is (`paper`).
+    Where its words have to become a number to be judged, the limit (`least`, `most`) is ours; `limit` is its reason.
+    With the 95 % interval of our seeds
 
-        holds            the interval lies within the limits, and it contains the paper's number, if there is one; where
-                         that is a best case ("up to"), all of the interval is as good
+        holds            the interval lies within the limits, and it contains the paper's number, if there is one
         holds in shape   the interval lies within the limits, the paper's number does not lie in it
         does not hold    the interval lies outside of the limits
         cannot be checked  the interval contains a limit, or there is none: too few seeds, or no runs
 
     A record has the verdict of the effect that speaks most against it. Intervals are of paired differences or ratios,
-    seed by seed, and are not widened for the number of comparisons.
+    seed by seed, and are not widened for the number of comparisons. A computed record, of a time model or of the
+    ledger, has a number and no interval: seeds are no evidence there. It meets the paper's number if it rounds to it.
 """
 
 import argparse
 import dataclasses
-import json
 import math
 import re
 import shlex
@@ -59,7 +60,6 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PAGE = ROOT / "docs" / "papers.md"
 RUNS = ROOT / "benchmarks" / "results" / "2026-11-25-papers"
-MEMORY = ROOT / "benchmarks" / "results" / "2026-11-21-memory" / "memory.json"
 TUNING_SEEDS = (100, 101)
 """Learning rates are chosen on these; no verdict uses them."""
 Line = dict[str, Any]
@@ -96,17 +96,16 @@ def loads_to(target: float) -> Measure:
     return Measure(f"loads to a loss of {target:g}", lambda line: _crossing(line, target, "fresh"))
 
 
+def steps_to(target: float) -> Measure:
+    """Return the updates until the held-out loss falls to `target`."""
+    return Measure(f"updates to a loss of {target:g}", lambda line: _crossing(line, target, "step"))
+
+
 def seconds_to(target: float) -> Measure:
     """Return the time in which the held-out loss falls to `target`."""
     return Measure(
         f"s to a loss of {target:g}", lambda line: _crossing(line, target, "training_seconds"), digits=2
     )
-
-
-def loss_at(axis: str, amount: float) -> Measure:
-    """Return the held-out loss when a run has used `amount`, a number of its curve, between evaluations on a line."""
-    word = {"step": "updates", "samples": "samples"}[axis]
-    return Measure(f"nats after {amount:g} {word}", lambda line: _value_at(line, axis, amount), digits=3)
 
 
 def divergence_over(unit: float) -> Measure:
@@ -118,11 +117,11 @@ def divergence_over(unit: float) -> Measure:
     )
 
 
-def held_bytes(strategy: str, ranks: int) -> Measure:
-    """Return the bytes per parameter that a rank holds, all of them in 16 bits but for the optimizer: by the ledger."""
+def held_gigabytes(strategy: str, ranks: int, billions: float) -> Measure:
+    """Return what a rank holds of a model in 16 bits, but for the optimizer: by the ledger."""
     chosen = STRATEGIES[strategy]()
     held = ledger_of(chosen).memory_bytes(chosen, parameter=2, accumulation=2, world_size=ranks)
-    return Measure("bytes a parameter", lambda _: held, digits=2)
+    return Measure("GB", lambda _: held * billions)
 
 
 def _crossing(line: Line, target: float, axis: str) -> float | None:
@@ -142,21 +141,6 @@ def _crossing(line: Line, target: float, axis: str) -> float | None:
     return None
 
 
-def _value_at(line: Line, axis: str, amount: float) -> float | None:
-    """Return the loss where a run has come so far on an axis; None where it never has."""
-    before = None
-    for point in line["curve"]:
-        if point["heldout_loss"] is None:
-            return None
-        if point[axis] >= amount:
-            if before is None or point[axis] == amount:
-                return float(point["heldout_loss"])
-            share = (amount - before[axis]) / (point[axis] - before[axis])
-            return float(before["heldout_loss"] + share * (point["heldout_loss"] - before["heldout_loss"]))
-        before = point
-    return None
-
-
 MEASURES: Mapping[str, Any] = {
     "accuracy": Measure("%", _accuracy),
     "loss": Measure("nats", lambda line: line.get("heldout_loss"), digits=3),
@@ -169,14 +153,14 @@ MEASURES: Mapping[str, Any] = {
         _of_whole(lambda line: 100 * line["exposed_seconds"] / line["training_seconds"]),
     ),
     "sent": Measure("MB sent", _of_whole(lambda line: line["sent_bytes"] / 1e6), digits=2),
-    **{one.__name__: one for one in (loads_to, seconds_to, loss_at, divergence_over, held_bytes)},
+    **{one.__name__: one for one in (loads_to, steps_to, seconds_to, divergence_over, held_gigabytes)},
 }
 """What `measure` and `tuned_by` of a record may say."""
 
 
 def evaluated(text: str, names: Mapping[str, Any]) -> Any:
     """Return what an expression of a record says."""
-    return eval(text, {"__builtins__": {}}, dict(names))
+    return eval(text, {**names, "__builtins__": {}})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,15 +195,15 @@ class Effect:
     """The number is not below it."""
     most: float = math.inf
     """Nor above it."""
+    limit: str = ""
+    """Why `least` and `most` are what they are."""
     paper: float | None = None
     """The paper's own number, where its cells do not say it."""
-    is_best: bool = False
-    """Whether the paper's number is its best case, the largest one."""
     digits: int = 1
 
     def value(self, reading: Reading) -> float:
         """Return the number."""
-        return float(evaluated(self.of, {"of": reading, "log": math.log}))
+        return float(evaluated(self.of, {"of": reading, "log": math.log, "min": min, "max": max}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,13 +225,15 @@ class Record:
     cells: Mapping[str, Mapping[str, Cell]] = dataclasses.field(default_factory=dict)
     effects: tuple[Effect, ...] = ()
     seeds: int = 5
+    looks: int = 1
+    """How often verdicts were looked at before there were so many seeds."""
+    computed: bool = False
+    """Whether a model computes its numbers, of time or memory: they have no interval over seeds."""
     scale: str = ""
     differences: str = ""
     answer: str = ""
-    unchecked: str = ""
-    """Why it cannot be checked here; empty where it can."""
-    minutes: float | None = None
-    """Of one core for all its runs, on the machine of docs/papers.md; records share runs."""
+    needs: str = ""
+    """What would decide it, where it cannot be checked."""
 
     @property
     def paper(self) -> str:
@@ -328,24 +314,25 @@ class Verdict(StrEnum):
     FAILS = "does not hold"
 
 
-def judge(found: Interval | None, effect: Effect) -> Verdict:
+def judge(found: Interval | None, effect: Effect, computed: bool = False) -> Verdict:
     """Return the verdict on one effect, whose `paper` is its number; see Note [The rule].
 
     Args:
         found: Of the seeds that were run; None where one of them has no value.
         effect: What the paper says.
+        computed: A mean alone decides.
     """
-    if found is None or "low" not in found:
+    if found is None or ("low" not in found and not computed):
         return Verdict.UNCHECKED
-    low, high = found["low"], found["high"]
+    low, high = found.get("low", found["mean"]), found.get("high", found["mean"])
     if high < effect.least or low > effect.most:
         return Verdict.FAILS
     if low < effect.least or high > effect.most:
         return Verdict.UNCHECKED
     if effect.paper is None:
         return Verdict.HOLDS
-    is_met = low >= effect.paper if effect.is_best else low <= effect.paper <= high
-    return Verdict.HOLDS if is_met else Verdict.IN_SHAPE
+    rounding = 0.5 * 10**-effect.digits if computed else 0
+    return Verdict.HOLDS if low - rounding <= effect.paper <= high + rounding else Verdict.IN_SHAPE
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
@@ -387,7 +374,7 @@ class Found:
     effects: tuple[EffectFound, ...] = ()
     verdict: Verdict = Verdict.UNCHECKED
     why: str = ""
-    """Of a record that cannot be checked, why."""
+    """Of a record that cannot be checked, why, and what it needs."""
     cpu_seconds: float = 0
     """Of all its runs, those that choose rates among them."""
 
@@ -399,6 +386,8 @@ class Site:
     book: Book
     seeds: int | None = None
     """Of every cell; None is each record's own number."""
+    first_seed: int = 0
+    """Another one makes a replication: with the same seeds a run has the same bits."""
     data: str | None = None
     also: str = ""
     """Options behind those of every run, to rehearse with."""
@@ -438,6 +427,19 @@ class Site:
             costs[trials[0][0]] = statistics.fmean(math.inf if one is None else one for one in numbers)
         return min(costs, key=costs.__getitem__) if costs else self.words(record, cell)
 
+    def seeds_of(self, record: Record) -> range:
+        """Return the seeds of a record's cells.
+
+        Raises:
+            ConfigError: One of them has chosen learning rates.
+        """
+        seeds = range(self.first_seed, self.first_seed + (self.seeds or record.seeds))
+        if taken := [seed for seed in TUNING_SEEDS if seed in seeds]:
+            raise ConfigError(
+                f"seeds {taken} choose learning rates and decide nothing: take another --first-seed"
+            )
+        return seeds
+
     def missing(self, records: Iterable[Record]) -> list[tuple[str, int]]:
         """Return the runs that are still to be made: those that choose a rate before those that use it."""
         wanted: dict[tuple[str, int], None] = {}
@@ -446,14 +448,14 @@ class Site:
                 for trials in self.tuning(record, cell).values():
                     wanted.update(dict.fromkeys(trials))
                 if (words := self.chosen(record, cell)) is not None:
-                    wanted.update(dict.fromkeys((words, seed) for seed in range(self.seeds or record.seeds)))
+                    wanted.update(dict.fromkeys((words, seed) for seed in self.seeds_of(record)))
         return [trial for trial in wanted if self.line_of(*trial) is None]
 
     def found(self, record: Record) -> Found:
         """Return what the runs that were made say of a record."""
-        if record.unchecked:
-            return Found(record, why=record.unchecked)
-        seeds = self.seeds or record.seeds
+        if not record.effects:
+            return Found(record, why=record.needs)
+        seeds = self.seeds_of(record)
         table = {
             row: {column: self._cell_found(record, cell, seeds) for column, cell in columns.items()}
             for row, columns in record.cells.items()
@@ -466,43 +468,45 @@ class Site:
             for own in self.tuning(record, cell).values()
             for trial in own
         }
-        trials |= {
-            (one.words, seed) for own in table.values() for one in own.values() for seed in range(seeds)
-        }
+        trials |= {(one.words, seed) for own in table.values() for one in own.values() for seed in seeds}
         lines = [line for trial in trials if (line := self.line_of(*trial)) is not None]
         return Found(
             record=record,
-            seeds=seeds,
+            seeds=len(seeds),
             cells=table,
             effects=effects,
             verdict=verdict,
-            why=_why(effects) if verdict is Verdict.UNCHECKED else "",
+            why="; ".join(filter(None, (_why(effects), record.needs)))
+            if verdict is Verdict.UNCHECKED
+            else "",
             cpu_seconds=math.fsum(line["cpu_seconds"] for line in lines),
         )
 
-    def _cell_found(self, record: Record, cell: Cell, seeds: int) -> CellFound:
+    def _cell_found(self, record: Record, cell: Cell, seeds: range) -> CellFound:
         if cell.words is None:
             given = cell.read.of({})
-            return CellFound(cell, "", {} if given is None else dict.fromkeys(range(seeds), given), seeds)
+            return CellFound(cell, "", {} if given is None else dict.fromkeys(seeds, given), len(seeds))
         words, measure = self.chosen(record, cell), cell.read
-        lines = {} if words is None else {seed: self.line_of(words, seed) for seed in range(seeds)}
+        lines = {} if words is None else {seed: self.line_of(words, seed) for seed in seeds}
         made = {seed: measure.of(line) for seed, line in lines.items() if line is not None}
         values = {seed: number for seed, number in made.items() if number is not None}
         return CellFound(cell, words or "", values, len(made))
 
 
 def _effect_found(
-    record: Record, effect: Effect, table: Mapping[str, Mapping[str, CellFound]], seeds: int
+    record: Record, effect: Effect, table: Mapping[str, Mapping[str, CellFound]], seeds: range
 ) -> EffectFound:
     values = []
-    for seed in range(seeds):
+    for seed in seeds:
         try:
             values.append(effect.value(lambda row, column, seed=seed: table[row][column].values[seed]))
         except (KeyError, ZeroDivisionError):  # a run is missing, or does not have the number
             continue
-    around = interval(values) if values and len(values) == seeds else None
+    around = interval(values) if values and len(values) == len(seeds) else None
+    if record.computed and around is not None:
+        around = {"mean": around["mean"]}
     judged = dataclasses.replace(effect, paper=record.of_paper(effect))
-    return EffectFound(judged, around, judge(around, judged))
+    return EffectFound(judged, around, judge(around, judged, record.computed))
 
 
 def _why(effects: Sequence[EffectFound]) -> str:
@@ -511,7 +515,7 @@ def _why(effects: Sequence[EffectFound]) -> str:
         return "runs are missing, or do not have the number"
     if any("low" not in (one.interval or {}) for one in open_ones):
         return "one seed has no interval"
-    return "the interval contains the limit: these seeds do not decide it"
+    return "the interval contains a limit"
 
 
 def configure(words: str, seed: int) -> SimulateConfig[Any]:
@@ -652,122 +656,80 @@ def cells_table(found: Found) -> str:
 
 
 def effects_table(found: Found) -> str:
-    """Return what decides the verdict: every effect with its interval, what the paper says, and what that gives."""
+    """Return what decides the verdict: every effect with its interval, what the paper says, and our limit."""
     rows = [
-        [one.effect.says, around(one.interval, one.effect.digits), said(one.effect), one.verdict]
+        [
+            one.effect.says,
+            around(one.interval, one.effect.digits),
+            "" if one.effect.paper is None else number(one.effect.paper, one.effect.digits),
+            limits(one.effect),
+            one.verdict,
+        ]
         for one in found.effects
     ]
-    return markdown(["what is compared", "here, 95 %", "paper", "verdict"], rows)
+    return markdown(["what is compared", "here, 95 %", "the paper", "our limit", "verdict"], rows)
 
 
-def said(effect: Effect) -> str:
-    """Return what the paper says of an effect: its number, or else its limits in words."""
-    if effect.paper is not None:
-        return f"{'up to ' if effect.is_best else ''}{number(effect.paper, effect.digits)}"
-    limits = (("at least", effect.least), ("at most", effect.most))
-    return ", ".join(f"{word} {number(one, effect.digits)}" for word, one in limits if math.isfinite(one))
-
-
-def told(record: Record) -> str:
-    """Return the paper's number for a list: as it is told, or that of the first effect that has one, and what it is."""
-    numbers = ((record.of_paper(one), one) for one in record.effects)
-    first = next(
-        (f"{number(value, one.digits)}: {one.says}" for value, one in numbers if value is not None), ""
-    )
-    return record.told or first or "in words"
+def limits(effect: Effect) -> str:
+    """Return the limits of ours, and why they are what they are."""
+    both = (("at least", effect.least), ("at most", effect.most))
+    said = ", ".join(f"{word} {number(one, effect.digits)}" for word, one in both if math.isfinite(one))
+    return ": ".join(filter(None, (said, effect.limit)))
 
 
 def page(text: str, papers: Mapping[str, Any], all_found: Sequence[Found]) -> str:
     """Return the page with what stands between `<!-- made: NAME -->` and `<!-- end -->` made anew."""
-    verdicts = [one.verdict for one in all_found]
+    verdicts = {key: [one.verdict for one in all_found if one.record.paper == key] for key in papers}
     of_papers = [
         [
-            f"*{paper['title']}*",
-            paper["authors"],
+            f"*{paper['title']}*, {paper['authors']}",
             ", ".join(f"[{name}]({link})" for name, link in paper["links"].items()),
             paper["read"],
         ]
         for paper in papers.values()
     ]
-    unchecked = [
-        [one.record.id, one.record.claim, one.record.source, one.why]
-        for one in all_found
-        if one.record.unchecked
-    ]
+    counts = [[one, *(str(verdicts[key].count(one)) for key in papers)] for one in Verdict]
     made = {
-        "papers": markdown(["paper", "authors", "where", "what we read"], of_papers),
-        "counts": markdown(["verdict", "records"], [[one, str(verdicts.count(one))] for one in Verdict]),
-        "claims": claims(all_found),
-        "memory": memory(),
-        "unchecked": markdown(["record", "claim", "source", "why"], unchecked),
-        "questions": sections(one for one in all_found if one.record.kind != "paper"),
-        **{
-            key: sections(one for one in all_found if (one.record.paper, one.record.kind) == (key, "paper"))
-            for key in papers
-        },
+        "papers": markdown(["paper", "where", "what is judged"], of_papers),
+        "counts": markdown(["verdict", *(paper["name"] for paper in papers.values())], counts),
+        **{key: claims(one for one in all_found if one.record.paper == key) for key in papers},
     }
     block = re.compile(r"(<!-- made: ([\w-]+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
     return block.sub(lambda found: found[1] + made[found[2]] + found[3], text)
 
 
 def claims(all_found: Iterable[Found]) -> str:
-    """Return the table of all claims with their verdicts."""
-    who = {"paper": "the paper", "answer": "the authors, in an answer", "question": "we; a reviewer asked"}
+    """Return the table of claims with their verdicts: of each the effect that decides."""
     rows = []
     for one in all_found:
         record = one.record
         deciding = next((effect for effect in one.effects if effect.verdict is one.verdict), None)
-        paper, here = told(record), ""
+        theirs, limit, here = record.told, "", ""
         if deciding is not None:
             effect = deciding.effect
-            paper, here = said(effect), f"{effect.says}: {around(deciding.interval, effect.digits)}"
-        place = "what-could-not-be-checked" if record.unchecked else record.id.replace(".", "")
+            theirs = record.told if effect.paper is None else number(effect.paper, effect.digits)
+            limit, here = limits(effect), f"{effect.says}: {around(deciding.interval, effect.digits)}"
+        if one.verdict is Verdict.UNCHECKED:
+            needs = f"needs {record.needs}" if record.needs else one.why
+            here = "; ".join(filter(None, (here if deciding and deciding.interval else "", needs)))
+        elif record.computed:
+            here += ", computed"
+        looks = f", {record.looks} looks" if record.looks > 1 else ""
+        claim = f"Ours: {record.claim}" if record.kind == "question" else record.claim
         rows.append(
-            [f"[{record.id}](#{place})", record.claim, who[record.kind], paper, here, f"**{one.verdict}**"]
+            [f"`{record.id}`", f"{claim} ({record.source})", theirs, here, limit, f"**{one.verdict}**{looks}"]
         )
     return markdown(
-        ["record", "claim", "who says so", "what they say", "here, with the 95 % interval", "verdict"], rows
-    )
-
-
-def sections(all_found: Iterable[Found]) -> str:
-    """Return the records that were run, one after the other: the paper's table beside ours, and no table twice."""
-    parts: list[str] = []
-    shown: list[Record] = []
-    for one in all_found:
-        record = one.record
-        if record.unchecked:
-            continue
-        same = (other.id for other in shown if (other.setting, other.cells) == (record.setting, record.cells))
-        before = next(same, None)
-        shown.append(record)
-        lines = [
-            f"#### {record.id}",
-            f"{record.claim}. *{record.source[0].upper()}{record.source[1:]}.*",
-            f"Here: {record.scale}; {one.seeds} seeds. Not as there: {record.differences}.",
-            record.answer,
-            f"Its table is that of [{before}](#{before.replace('.', '')})." if before else cells_table(one),
-            effects_table(one),
-        ]
-        parts.append("\n\n".join(line for line in lines if line))
-    return "\n\n".join(parts)
-
-
-def memory() -> str:
-    """Return the bytes per parameter: the paper's, those of our ledger, and measured ones."""
-    ours = {"zero1": 4, "acco": 6}
-    rows = [
         [
-            f"`{run['strategy']}`",
-            str(run["world_size"]),
-            f"{ours[run['strategy']] + 12 / run['world_size']:.2f}",
-            f"{run['ledger_bytes_per_parameter']:.2f}",
-            f"{run['peak_without_constants_per_parameter']:.2f}",
-        ]
-        for run in json.loads(MEMORY.read_text(encoding="utf-8"))["runs"]
-        if run["dtype"] == "bfloat16" and run["strategy"] in ours
-    ]
-    return markdown(["strategy", "workers", "the paper's formula", "our ledger", "measured"], rows)
+            "record",
+            "what they say, and where",
+            "their number",
+            "here, with the 95 % interval",
+            "our limit",
+            "verdict",
+        ],
+        rows,
+    )
 
 
 def named(names: Sequence[str], records: Mapping[str, Record]) -> list[Record]:
@@ -794,6 +756,9 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, help="of every number; an interval needs two")
     parser.add_argument(
+        "--first-seed", type=int, default=0, help="another one repeats a record independently"
+    )
+    parser.add_argument(
         "--data", help="folder of the paper's data: its model is trained, on a GPU if there is one"
     )
     parser.add_argument("--also", default="", help='options behind those of every run, as "--updates 4"')
@@ -804,21 +769,21 @@ def main() -> None:
     records = named(options.names, all_records)
     if options.list:
         for record in records:
-            print(
-                f"{record.id:22} {'-' if record.minutes is None else record.minutes:>4} min  {told(record)}"
-            )
+            print(f"{record.id:26} {record.claim}")
         return
     if options.page:
         results = [Site(Book(RUNS)).found(record) for record in records]
         PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), papers, results), encoding="utf-8")
         return
-    site = Site(Book(options.out), options.seeds, options.data, options.also)
+    site = Site(Book(options.out), options.seeds, options.first_seed, options.data, options.also)
     make(records, site, options.processes)
     for record in records:
         one = site.found(record)
         print(f"\n{record.id}: {record.claim}\nsource: {record.source}")
-        if not record.unchecked:
-            print(f"here: {record.scale}, {one.seeds} seeds\n\n{cells_table(one)}\n\n{effects_table(one)}\n")
+        if record.effects:
+            print(f"here: {record.scale}, {one.seeds} seeds, {one.cpu_seconds / 60:.1f} CPU minutes")
+            print(f"not as there: {record.differences}\n")
+            print("\n\n".join(filter(None, (record.answer, cells_table(one), effects_table(one)))) + "\n")
         print(f"{record.id} {one.verdict}{f': {one.why}' if one.why else ''}")
 
 

@@ -8,14 +8,12 @@ from tests.docs.pages import DOCS, README, ROOT
 PAPERS, RECORDS = claims.load()
 
 
-def test_the_tables_of_the_page_are_those_of_the_runs_and_so_are_the_minutes() -> None:
+def test_the_tables_of_the_page_are_those_of_the_runs() -> None:
     site = claims.Site(Book(claims.RUNS))
     results = [site.found(record) for record in RECORDS.values()]
     text = claims.PAGE.read_text(encoding="utf-8")
     assert claims.page(text, PAPERS, results) == text, "claims.py --page makes them again"
     assert any(one.verdict is claims.Verdict.FAILS for one in results)
-    for one in results:
-        assert abs((one.record.minutes or 0) - one.cpu_seconds / 60) <= 0.1, one.record.id
 
 
 def test_the_papers_are_linked_where_their_methods_are() -> None:

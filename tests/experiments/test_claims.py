@@ -64,18 +64,22 @@ def test_a_record_says_what_and_where_and_how(record: Record) -> None:
     assert record.claim
     assert record.source, "every number of a paper has a source"
     assert record.kind in ("paper", "answer", "question")
-    if record.unchecked:
-        assert record.told
+    if not record.effects:
+        assert record.needs, "a claim without runs says what would decide it"
         assert not record.cells
-    else:
-        assert record.effects
-        assert record.scale
-        assert record.differences
+        return
+    assert record.scale
+    assert record.differences
+    for one in record.effects:
+        assert one.limit, f"{one.says}: a limit is ours, so it has a reason"
+        assert math.isfinite(one.least) or math.isfinite(one.most), (
+            f"{one.says}: without a limit it cannot fail"
+        )
 
 
 def test_every_paper_has_records_that_can_be_checked_and_some_that_cannot() -> None:
     for key in PAPERS:
-        assert {bool(record.unchecked) for record in RECORDS.values() if record.paper == key} == {True, False}
+        assert {not record.effects for record in RECORDS.values() if record.paper == key} == {True, False}
 
 
 def test_every_run_of_every_record_is_a_command_that_can_be_typed(tmp_path: Path) -> None:
@@ -88,7 +92,7 @@ def test_every_run_of_every_record_is_a_command_that_can_be_typed(tmp_path: Path
         for cell in record.every_cell()
     }
     assert len(words) > 150
-    settings = [record.real for record in RECORDS.values() if record.unchecked and record.real]
+    settings = [record.real for record in RECORDS.values() if not record.effects and record.real]
     for one in (*words, *(real.format(data="folder", here=claims.HERE) for real in settings)):
         claims.configure(one, seed=3)
 
@@ -121,8 +125,6 @@ def test_without_runs_nothing_is_said(tmp_path: Path) -> None:
         (3, 4, effect(most=2), Verdict.FAILS),
         (-0.5, 0.5, effect(least=-1, most=1), Verdict.HOLDS),
         (0.5, 1.5, effect(least=-1, most=1), Verdict.UNCHECKED),
-        (86, 90, effect(least=0, paper=87, is_best=True), Verdict.IN_SHAPE),
-        (88, 90, effect(least=0, paper=87, is_best=True), Verdict.HOLDS),
         (2, 2, effect(least=2, most=2), Verdict.HOLDS),
     ],
 )
@@ -133,6 +135,21 @@ def test_the_rule(low: float, high: float, limits: Effect, verdict: Verdict) -> 
 def test_one_seed_and_no_seed_decide_nothing() -> None:
     assert judge({"mean": 5.0}, effect(least=0)) is Verdict.UNCHECKED
     assert judge(None, effect(least=0)) is Verdict.UNCHECKED
+
+
+@pytest.mark.parametrize(
+    ("number", "verdict"),
+    [(31.4, Verdict.HOLDS), (31.44, Verdict.HOLDS), (31.9, Verdict.IN_SHAPE), (34.0, Verdict.FAILS)],
+)
+def test_a_computed_number_decides_without_an_interval_and_meets_the_papers_if_it_rounds_to_it(
+    tmp_path: Path, number: float, verdict: Verdict
+) -> None:
+    computed = dataclasses.replace(
+        made_up(Effect("GB", "of('other', 'loss')", most=33, digits=1), paper=(None, 31.4)), computed=True
+    )
+    (one,) = site_of(tmp_path, [1.0, 1.0], [number, number], 2).found(computed).effects
+    assert one.interval == {"mean": number}
+    assert one.verdict is verdict
 
 
 @pytest.mark.parametrize("seed", seeds(50))
@@ -200,6 +217,16 @@ def test_runs_that_are_in_the_book_are_not_wanted_again(tmp_path: Path) -> None:
     assert Site(Book(tmp_path), 1).missing([record]) == []
 
 
+def test_a_replication_has_seeds_of_its_own_and_none_that_chose_a_rate(tmp_path: Path) -> None:
+    record = made_up(effect(least=0))
+    again = Site(Book(tmp_path), 2, first_seed=200)
+    assert [seed for _, seed in again.missing([record])] == [200, 201] * 2
+    add(again.book, "recipe --strategy first", 0, 1.0)
+    assert not again.found(record).cells["first"]["loss"].values
+    with pytest.raises(ConfigError, match=r"seeds \[100\] choose learning rates"):
+        Site(Book(tmp_path), 2, first_seed=99).missing([record])
+
+
 def test_a_run_without_the_number_leaves_its_record_undecided(tmp_path: Path) -> None:
     one = site_of(tmp_path, [1.0, 1.0], [2.0, None], 2).found(made_up(effect(least=0)))
     assert one.verdict is Verdict.UNCHECKED
@@ -238,9 +265,9 @@ def test_with_data_the_papers_model_is_trained_at_its_own_rate(tmp_path: Path) -
 
 LINE = {
     "curve": [
-        {"step": 0, "fresh": 0, "samples": 0, "heldout_loss": 2.0},
-        {"step": 10, "fresh": 4, "samples": 80, "heldout_loss": 1.0},
-        {"step": 20, "fresh": 8, "samples": 160, "heldout_loss": 0.5},
+        {"step": 0, "fresh": 0, "heldout_loss": 2.0},
+        {"step": 10, "fresh": 4, "heldout_loss": 1.0},
+        {"step": 20, "fresh": 8, "heldout_loss": 0.5},
     ]
 }
 
@@ -250,11 +277,6 @@ def test_a_loss_is_reached_where_the_line_between_evaluations_crosses_it(
     target: float, fresh: float | None
 ) -> None:
     assert claims.loads_to(target).of(LINE) == fresh
-
-
-@pytest.mark.parametrize(("samples", "loss"), [(0, 2.0), (40, 1.5), (80, 1.0), (120, 0.75), (200, None)])
-def test_a_loss_after_so_many_samples_lies_on_the_same_lines(samples: float, loss: float | None) -> None:
-    assert claims.loss_at("samples", samples).of(LINE) == loss
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
