@@ -88,7 +88,7 @@ def digest(tensor: Tensor, seed: int = 0) -> int:
     """
     if is_on_host(tensor):
         return _xxh3(tensor, seed)
-    return on_host([digests_of_rows(_bytes_of(tensor)[None], Seeds(seed))])[0]
+    return on_host([digests_of_rows(bytes_of(tensor)[None], Seeds(seed))])[0]
 
 
 def digest_of_all(tensors: Sequence[Tensor]) -> int:
@@ -152,10 +152,10 @@ def same_bytes(one: Tensor, other: Tensor) -> bool | Tensor:
     """
     if is_on_host(one):
         return _xxh3(one) == _xxh3(other)
-    return (words_of(_bytes_of(one)) == words_of(_bytes_of(other))).all()
+    return (words_of(bytes_of(one)) == words_of(bytes_of(other))).all()
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes, `(nbytes,)` uint8: a view if the tensor is contiguous."""
     # An expanded element has stride 0 still.
     return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
@@ -188,7 +188,7 @@ def _together(tensors: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Sequence[
         for start in range(0, len(members), count):
             places, values = zip(*members[start : start + count], strict=True)
             if len(values) == 1:
-                yield places, _bytes_of(values[0])[None]
+                yield places, bytes_of(values[0])[None]
             else:
                 stacked = torch.stack(values).detach()
                 yield places, stacked.reshape(len(values), first.numel()).view(torch.uint8)
@@ -197,7 +197,7 @@ def _together(tensors: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Sequence[
 def _xxh3(tensor: Tensor, seed: int = 0) -> int:
     if tensor.requires_grad:
         tensor = tensor.detach()
-    held = tensor.contiguous() if tensor.dtype in _NUMPY else _bytes_of(tensor)
+    held = tensor.contiguous() if tensor.dtype in _NUMPY else bytes_of(tensor)
     return xxhash.xxh3_64_intdigest(held.numpy().data, seed)
 
 
@@ -230,7 +230,7 @@ class Sums:
     @classmethod
     def of(cls, tensor: Tensor) -> "Sums":
         """Take the sums of a tensor of any dtype, shape and strides."""
-        content = _bytes_of(tensor)
+        content = bytes_of(tensor)
         return cls(*_sums_of(content), content.numel())
 
 

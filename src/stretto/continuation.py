@@ -30,7 +30,7 @@ from stretto.engine.job import Job
 from stretto.engine.options import Options
 from stretto.engine.report import RankReport, RoundReport, Vote
 from stretto.engine.round import Reduction
-from stretto.engine.state import JobState, State, is_extra
+from stretto.engine.state import JobState, State
 from stretto.engine.statistics import at, is_same
 from stretto.errors import CheckpointError, ConfigError, ForeignCheckpoint
 from stretto.feed import Feed
@@ -70,13 +70,6 @@ def check_loader(loader: object) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Whole:
-    """An entry that is written as one object, whatever it holds, so that any job can read it."""
-
-    value: Any
-
-
 class Continuation:
     """Returns all of a job's state that the next job needs, and loads it there.
 
@@ -103,8 +96,6 @@ class Continuation:
         compute = self.job.compute
         reduction = compute.reduce_ahead() if compute.has_round_ready else None
         state = self._state.write()
-        for part in ("model", "optimizer"):
-            state[part] = {name: _as_one(name, value) for name, value in state[part].items()}
         slots = self._state.slots
         state["job"]["published"] = self._published
         if self._scheduler is not None:
@@ -214,8 +205,8 @@ class Continuation:
 
     def pass_of(self, state: State) -> Mapping[str, Any] | None:
         """Return where in its pass this rank was saved, of what was read; None where it was in none."""
-        packed = state.get("pass", {}).get(str(self._rank))
-        return None if packed is None else unpack(packed, "the pass under way")
+        place: Mapping[str, Any] | None = state.get("pass", {}).get(str(self._rank))
+        return place
 
     def load(self, state: State, *, goes_on: bool) -> None:
         """Replace the job's state by `state`; all ranks must call.
@@ -223,14 +214,14 @@ class Continuation:
         The model shows what it showed then. Where this job publishes in another format, it shows that.
 
         Args:
-            state: What was read from a checkpoint, or from memory.
+            state: What was read, after `unpack_entries`.
             goes_on: Whether this rank's loader has been told its position.
         """
         rest = self.pass_of(state) if goes_on else None
         self._state.load(state)
         compute = self.job.compute
         self._publish_anew(state["job"])
-        mine = unpack(state["rank"][str(self._rank)], "the rank's state") if "rank" in state else None
+        mine = state["rank"][str(self._rank)] if "rank" in state else None
         if mine is not None:
             buffers = _named_buffers(self.job.model.model)
             for name, value in mine["buffers"].items():
@@ -238,7 +229,7 @@ class Continuation:
         self.job.exchange.owe(self._debts(state))
         replicas = {} if mine is None else mine["replicas"]
         if "replica" in state:
-            replica = unpack(state["replica"][self.job.replica.name], "the replica")
+            replica = state["replica"][self.job.replica.name]
             self.job.replica.load_state_dict({**replicas, "replica": replica["replica"]})
             values = GradientBuffer(self.job.layout)
             self.job.sharded.publish(values.flats)
@@ -253,7 +244,7 @@ class Continuation:
             shown = [state["shown"][slot.name].content() for slot in self._state.slots]
             compute.model.show([content.to(self._device) for content in shown], "estimate")
         if "scheduler" in state:
-            self._scheduler.load_state_dict(unpack(state["scheduler"], "the scheduler's state"))
+            self._scheduler.load_state_dict(state["scheduler"])
         if mine is not None:
             restore_random_states(read_random_states(mine["random"]), self._device)
         self._feeding.go_on(rest)
@@ -283,8 +274,7 @@ class Continuation:
         """Return what ranks, and nodes of shards, have yet to send of this rank's parameters or shards."""
         slots = {slot.name: slot for slot in self._state.slots}
         found = []
-        for record in state.get("owed", {}).values():
-            owed = unpack(record, "what a rank owes")
+        for owed in state.get("owed", {}).values():
             found.append(
                 {
                     name: value.reshape(-1)[slots[name].offset :][: slots[name].numel].view(slots[name].shape)
@@ -331,7 +321,7 @@ class Continuation:
         return {"records": records, "skipped": reduction.skipped, "statistics": statistics}
 
     def _reduction(self, state: State, *, goes_on: bool) -> Reduction:
-        described = unpack(state["job"]["round_report"], "the round report")
+        described = state["job"]["round_report"]
         sharded = self.job.sharded
         sums = sharded.new_sums()
         for piece in sharded.pieces:
@@ -366,9 +356,17 @@ class Continuation:
         }
 
 
-def _as_one(name: str, value: Any) -> Any:
-    """Return the value of an entry that may be anything, in any job that loads it, as one object."""
-    return Whole(value) if is_extra(name) or name.startswith("param_groups.") else value
+def unpack_entries(state: State) -> None:
+    """Unpack what ranks have packed, in its place.
+
+    Raises:
+        UnsafeValue: It holds something that only pickle could read.
+    """
+    for part in state.keys() - {"model", "optimizer"}:  # there bytes are the user's
+        entries, keys = (state[part], list(state[part])) if isinstance(state[part], dict) else (state, [part])
+        for key in keys:
+            if type(entries[key]) is bytes:
+                entries[key] = unpack(entries[key], repr(part if entries is state else f"{part}.{key}"))
 
 
 def _named_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -5,8 +5,10 @@ And read only where they are files: a pipe or a device in their place may never 
 
 import contextlib
 import errno
+import mmap
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,12 +86,28 @@ def read_whole(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def mapped(path: Path) -> memoryview:
+    """Return the content of a file, in its own memory.
+
+    Raises:
+        OSError: It cannot be read, or is no file.
+    """
+    with path.open("rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no file")
+        if not found.st_size:
+            return memoryview(b"")
+        # Nobody writes into it, but PyTorch warns of memory that cannot be written.
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+
+
 @contextmanager
 def writing_to(path: Path) -> Iterator[None]:
     """Say in one line which file or folder could not be written, and why.
 
     Raises:
-        DiskError: An error of the system, or of PyTorch's writer, left the block.
+        DiskError: An error of the system, or of PyTorch, left the block.
     """
     try:
         yield

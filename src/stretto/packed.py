@@ -8,14 +8,6 @@ Note [Bytes]
     PyTorch pickles bytes as text, which takes half as much again, and is slow to write and to read. So what has more
     than a few of them travels as a tensor.
 
-Note [Elements]
-    A share of a state is a few names and many elements. PyTorch would copy these twice, and sum them up for its
-    archive. `pack_elements` writes the rest as a *head*, and after it the elements as they lie in memory:
-
-        length of the head (8 bytes) | head | elements of one dtype | elements of the next | ...
-
-    Each begins at a multiple of 64 bytes, with zeros before it.
-
 Note [Named tuples]
     A named tuple travels as a dictionary of its class's name and its values. Where it is read, the class is looked up
     among the modules that the program has imported, must be a named tuple, and none of its methods is called.
@@ -25,12 +17,11 @@ import io
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from stretto.errors import UnsafeValue
 
@@ -45,9 +36,6 @@ _BYTES = "stretto: bytes"
 """Key of the dictionary that stands for a stream of bytes and for empty ones, which PyTorch would have to call, and for
 many; see Note [Bytes]."""
 _FEW_BYTES = 256
-_LENGTH_BYTES, _ALIGNED_BYTES = 8, 64
-_LAST = str(torch.uint8)
-"""Stands after other dtypes where packed bytes are among the elements."""
 _EMPTY_ARRAY = "stretto: empty array"
 """Key of the dictionary that stands for a NumPy array of no elements, for which PyTorch would have to call, too."""
 _NAMED_TUPLE = "stretto: named tuple"
@@ -102,75 +90,6 @@ def unpack(packed: bytes | memoryview, what: str, place: str | Callable[[Any, st
             f"{what} is refused ({_reason(error)}): {_EXPECTED}; other classes have to be named with "
             "torch.serialization.add_safe_globals"
         ) from error
-
-
-def pack_elements(value: Any, runs: Iterable[Tensor], what: str, packed: Sequence[bytes] = ()) -> memoryview:
-    """Return `value` and the elements of tensors as bytes that `unpack_elements` can read; see Note [Elements].
-
-    Args:
-        value: To be packed.
-        runs: Without gradients of their own; strided, of any dtypes, on any device.
-        what: Names it in messages.
-        packed: Bytes that stand after all elements, as elements of uint8; they are copied once.
-
-    Raises:
-        UnsafeValue: `value` holds something that only pickle could read again.
-    """
-    by_dtype: dict[str, list[Tensor]] = {}
-    for run in runs:
-        by_dtype.setdefault(str(run.dtype), []).append(run.reshape(-1).cpu())
-    numels = {dtype: sum(run.numel() for run in parts) for dtype, parts in by_dtype.items()}
-    lengths = {dtype: sum(run.nbytes for run in parts) for dtype, parts in by_dtype.items()}
-    num_packed = sum(map(len, packed))
-    if packed:  # after all other dtypes
-        numels[_LAST] = num_packed + numels.pop(_LAST, 0)
-        lengths[_LAST] = num_packed + lengths.pop(_LAST, 0)
-    head = pack([numels, value], what)
-    sizes = [_LENGTH_BYTES + len(head), *lengths.values()]
-    begins = _begins(sizes)
-    content = torch.empty(begins[-1], dtype=torch.uint8)
-    for begin, size, end in zip(begins[:-1], sizes, begins[1:], strict=True):
-        content[begin + size : end] = 0
-    whole = content.numpy().data
-    whole[:_LENGTH_BYTES], whole[_LENGTH_BYTES : sizes[0]] = len(head).to_bytes(_LENGTH_BYTES), head
-    for dtype, begin in zip(lengths, begins[1:-1], strict=True):
-        if parts := by_dtype.get(dtype):
-            end = begin + sum(run.nbytes for run in parts)
-            torch.cat(parts, out=content[begin:end].view(parts[0].dtype))
-    place = begins[-2] + sizes[-1] - num_packed
-    for one in packed:
-        whole[place : place + len(one)] = one
-        place += len(one)
-    return whole
-
-
-def unpack_elements(content: bytes | memoryview, what: str) -> tuple[Any, dict[str, Tensor]]:
-    """Return the value that `pack_elements` was given, and by name of dtype the elements, in the order of the tensors.
-
-    Elements may lie in the memory of `content`: who goes on to change either copies them.
-
-    Raises:
-        UnsafeValue: As for `unpack`.
-    """
-    end = _LENGTH_BYTES + int.from_bytes(memoryview(content)[:_LENGTH_BYTES])
-    numels, value = unpack(memoryview(content)[_LENGTH_BYTES:end], what)
-    dtypes = {getattr(torch, name.partition(".")[2]): numel for name, numel in numels.items()}
-    begins = _begins([end, *[dtype.itemsize * numel for dtype, numel in dtypes.items()]])
-    if len(content) != begins[-1]:
-        raise UnsafeValue(f"{what}: expected {begins[-1]} bytes, found {len(content)}")
-    whole = torch.frombuffer(bytearray(content) if isinstance(content, bytes) else content, dtype=torch.uint8)
-    return value, {
-        str(dtype): whole[begin : begin + dtype.itemsize * numel].view(dtype)
-        for (dtype, numel), begin in zip(dtypes.items(), begins[1:-1], strict=True)
-    }
-
-
-def _begins(sizes: Sequence[int]) -> list[int]:
-    """Return where parts of these sizes begin, and where the last one ends."""
-    begins = [0]
-    for size in sizes:
-        begins.append(-(-(begins[-1] + size) // _ALIGNED_BYTES) * _ALIGNED_BYTES)
-    return begins
 
 
 def _is_readable(value: Any) -> bool:

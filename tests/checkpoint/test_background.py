@@ -1,7 +1,5 @@
 """A checkpoint written beside training is that of the moment at which it was asked for, or is told to have failed."""
 
-import json
-import pickle
 import resource
 from functools import cache
 from pathlib import Path
@@ -26,14 +24,9 @@ STRATEGIES = {
 }
 
 
-def content(path: Path) -> dict[str, Any]:
-    """Everything in a checkpoint, but for its own place and number, which PyTorch keeps, and what follows from them."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    metadata.storage_meta = None
-    del manifest["digest"], manifest["metadata_digest"], manifest["files"][".metadata"]
-    pieces = {file.name: file.read_bytes() for file in sorted(path.glob("*.distcp"))}
-    return {"manifest": manifest, "metadata": metadata, **pieces}
+def content(path: Path) -> dict[str, bytes]:
+    """Every file of a checkpoint."""
+    return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
 def saved_both_ways(job: Job, folder: Path) -> dict[str, Any]:

@@ -1,20 +1,20 @@
 """What is torn, damaged, foreign or missing is refused with its name, on all ranks, and nothing has changed."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import xxhash
 from torch import nn
 
 from stretto import ACCO, DataParallel, ZeRO1, checkpoint
-from stretto.checkpoint.manifest import Manifest
 from stretto.errors import CheckpointError, ForeignCheckpoint, OutOfTurn, StrettoError, TornCheckpoint
 from stretto_lab.testing import differing
+from tests.checkpoint.damages import DAMAGES, Damaged
+from tests.checkpoint.forged import extents, signed
 from tests.checkpoint.jobs import SAVED_AT, Case, Job
+from tests.draws import draws
 from tests.processes import run_ranks
 
 
@@ -37,18 +37,21 @@ def refused(path: Path, kind: type[CheckpointError], *words: str) -> None:
 
 @pytest.mark.parametrize("name", ["model.mix", "optimizer.state.mix.exp_avg", "carry.mix", "rank.0", "extra"])
 def test_a_flipped_bit_names_the_entry(name: str, path: Path) -> None:
-    stored = next(piece for piece in Manifest.read(path).stored if piece.name == name)
-    flip(path / stored.extent.file, stored.extent.offset + stored.extent.length // 2)
-    refused(path, TornCheckpoint, repr(name), stored.extent.file)
+    _, index, places = extents((path / "0.share").read_bytes())
+    begin, end = places[[entry[0] for entry in index].index(name)]
+    flip(path / "0.share", (begin + end) // 2)
+    refused(path, TornCheckpoint, repr(name), "0.share")
 
 
-@pytest.mark.parametrize("name", [".metadata", "manifest.json"])
-def test_a_flipped_bit_in_a_description_names_the_file(name: str, path: Path) -> None:
-    flip(path / name, (path / name).stat().st_size // 2)
+@pytest.mark.parametrize(
+    ("name", "place"), [("manifest.json", 40), *(("0.share", place) for place in (0, 10, 20, 40, 500))]
+)
+def test_a_flipped_bit_in_a_description_names_the_file(name: str, place: int, path: Path) -> None:
+    flip(path / name, place)
     refused(path, TornCheckpoint, str(path / name))
 
 
-@pytest.mark.parametrize("name", [".metadata", "manifest.json", "__0_0.distcp"])
+@pytest.mark.parametrize("name", ["manifest.json", "0.share"])
 @pytest.mark.parametrize("tear", [Path.unlink, lambda file: file.write_bytes(file.read_bytes()[:-1])])
 def test_a_file_that_is_missing_or_short_is_named(
     name: str, tear: Callable[[Path], object], path: Path
@@ -76,7 +79,7 @@ def test_a_crash_before_the_rename_leaves_the_former_checkpoint_and_is_cleared_a
     # All files written, the rename still to come; and one from a crash in the middle of the writing.
     shutil.copytree(good, tmp_path / ".writing-000002-step-2")
     (tmp_path / ".writing-000003-step-2").mkdir()
-    (tmp_path / ".writing-000003-step-2" / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / ".writing-000003-step-2" / "0.share").write_bytes(b"half")
     shutil.copytree(good, tmp_path / ".removing-000000-step-0")
     (tmp_path / ".writing-000004-step-3").write_bytes(b"a stray file")
     assert checkpoint.latest(tmp_path) == good
@@ -124,13 +127,11 @@ def test_a_folder_without_checkpoints_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_another_format_version_is_foreign(path: Path) -> None:
-    content = json.loads((path / "manifest.json").read_text())
-    del content["digest"]
-    content["format"] = 99
-    content["digest"] = xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
-    (path / "manifest.json").write_text(json.dumps(content))
-    refused(path, ForeignCheckpoint, "version 99, expected 2")
-    refused(path.parent, ForeignCheckpoint, "version 99, expected 2")
+    signed(path, lambda content: content.update(format=99))
+    refused(path, ForeignCheckpoint, "version 99, expected 3")
+    refused(path.parent, ForeignCheckpoint, "version 99, expected 3")
+    signed(path, lambda content: content.update(format=2))
+    refused(path, ForeignCheckpoint, "version 2, expected 3: load it with stretto 0.2")
 
 
 def with_other_names(model: nn.Module) -> nn.Module:
@@ -242,3 +243,10 @@ def flip(file: Path, index: int) -> None:
     content = bytearray(file.read_bytes())
     content[index] ^= 1
     file.write_bytes(content)
+
+
+def test_random_damage_is_refused_in_a_line_or_survived(tmp_path: Path) -> None:
+    damaged = Damaged(tmp_path)
+    outcomes = [damaged.outcome(seed) for seed in draws(48)]
+    assert {outcome.partition(":")[0] for outcome in outcomes} == {damage.__name__ for damage in DAMAGES}
+    assert any(outcome.endswith("1 refused") for outcome in outcomes)

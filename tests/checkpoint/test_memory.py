@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import io
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,12 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from stretto import ACCO, DDP, Average, DataParallel, DiLoCo, LocalSGD, WeightPrediction, ZeRO1, checkpoint
-from stretto.checkpoint.pieces import LoadPlanner
-from stretto.packed import pack
 
 WIDTH, LAYERS = 768, 4
 EVERY = 2
@@ -91,7 +86,7 @@ def live_bytes() -> int:
 
 
 def size_of(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.glob("*.distcp"))
+    return sum(file.stat().st_size for file in path.glob("*.share"))
 
 
 @pytest.mark.long(keep=1)
@@ -120,18 +115,3 @@ def test_a_save_beside_training_lets_go_of_its_copy_once_the_files_are_written(
         while checkpoint.check(parallel):
             train(parallel, EVERY)  # so that as much is under way as before
     assert max(held.kept, held.tensors) < SLACK
-
-
-@pytest.mark.parametrize("part", ["owed", "replica"])
-def test_a_record_is_read_as_it_lies_in_the_file_and_as_older_versions_wrote_it(part: str) -> None:
-    """They packed the packed record once more, which took as much memory again."""
-    record = pack({"weight": torch.arange(4.0)}, "a record")
-    for content in (record, pack(record, "a record")):
-        planner = LoadPlanner()
-        planner.set_up_planner(state := {part: {"0": b""}}, Metadata({}), is_coordinator=False)
-        index = MetadataIndex(f"{part}.0")
-        nowhere = torch.Size([0])
-        planner.load_bytes(
-            ReadItem(LoadItemType.BYTE_IO, index, nowhere, index, nowhere, nowhere), io.BytesIO(content)
-        )
-        assert state == {part: {"0": record}}

@@ -63,7 +63,7 @@ def test_a_damaged_checkpoint_leaves_them_as_they_were(tmp_path: Path) -> None:
     train(model, job, range(3))
     path = checkpoint.save(job, tmp_path)
     job.finish()
-    (data,) = path.glob("*.distcp")
+    (data,) = path.glob("*.share")
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)

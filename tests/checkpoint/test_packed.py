@@ -1,15 +1,18 @@
 """Values as bytes: what is packed comes back, whatever it is, and bytes take no more room than they have."""
 
+import collections
 import io
 import random
-from typing import Any
+import sys
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 from stretto.errors import UnsafeValue
-from stretto.packed import _FEW_BYTES, pack, pack_elements, unpack, unpack_elements
+from stretto.packed import _FEW_BYTES, pack, unpack
+from tests.draws import draws
 
 PACKED_MORE_BYTES = 2048
 """Names and lengths in the archive, for one value."""
@@ -57,7 +60,7 @@ def like(found: Any, value: Any) -> bool:
 
 def test_whatever_is_packed_comes_back_and_what_would_not_is_refused() -> None:
     rng, came_back = random.Random(0), 0
-    for _ in range(1000):
+    for _ in draws(1000):
         value = drawn(rng)
         try:
             packed = pack(value, "a value")
@@ -66,7 +69,7 @@ def test_whatever_is_packed_comes_back_and_what_would_not_is_refused() -> None:
             continue
         assert like(unpack(packed, "a value"), value), value
         came_back += 1
-    assert came_back > 800
+    assert came_back > 0.8 * len(draws(1000))
 
 
 @pytest.mark.parametrize("content", [bytes(100_000), bytes(range(256)) * 400])
@@ -75,39 +78,48 @@ def test_bytes_take_as_much_room_as_they_have(content: bytes) -> None:
     assert len(pack(io.BytesIO(content), "a value")) < len(content) + PACKED_MORE_BYTES
 
 
-ELEMENTS = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64,
-    torch.uint8, torch.bool,
-)  # fmt: skip
+class Pair(NamedTuple):
+    """Two values."""
+
+    one: Any
+    two: Any
 
 
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+class Armed(Pair):
+    """A named tuple that does something when it is made."""
+
+    def __new__(cls, *values: Any) -> "Armed":
+        raise AssertionError("made by calling the class")
 
 
-def test_elements_come_back_to_the_bit_in_their_order_beside_what_describes_them() -> None:
-    rng, draws = random.Random(0), torch.Generator().manual_seed(0)
-    for _ in range(300):
-        value = {"names": [rng.randbytes(rng.choice([0, 3, 1000])) for _ in range(rng.randrange(3))]}
-        runs = []
-        for _ in range(rng.randrange(8)):
-            dtype = rng.choice(ELEMENTS)
-            rows = torch.randint(0, 2, (rng.choice([0, 1, 7, 64, 1000]), 2 * dtype.itemsize), generator=draws)
-            run = rows.to(torch.uint8).view(dtype)
-            runs.append(rng.choice([run, run[:, :1], run.T]))
-        content = pack_elements(value, runs, "a share")
-        described, elements = unpack_elements(rng.choice([content, bytes(content)]), "a share")
-        assert described == value
-        expected: dict[str, bytes] = {}
-        for run in runs:
-            expected[str(run.dtype)] = expected.get(str(run.dtype), b"") + bits(run)
-        assert {dtype: bits(found) for dtype, found in elements.items()} == expected
-        most = sum(run.nbytes for run in runs) + len(pack(value, "")) + PACKED_MORE_BYTES
-        assert len(content) <= most
+def test_named_tuples_of_the_program_come_back_and_no_other_class_is_looked_up() -> None:
+    value = {"batches": [Pair(torch.ones(2), Pair(1, "a"))], "armed": tuple.__new__(Armed, (1, 2))}
+    back = unpack(pack(value, "value"), "value")
+    assert type(back["batches"][0]) is Pair
+    assert back["batches"][0].two == Pair(1, "a")
+    assert type(back["armed"]) is Armed
+    for module, name in (("os", "mkdir"), ("builtins", "list"), ("antigravity", "x"), (__name__, "Path")):
+        planted = io.BytesIO()
+        torch.save({"stretto: named tuple": [module, name], "values": ["x"]}, planted)
+        with pytest.raises(UnsafeValue, match="value is refused"):
+            unpack(planted.getvalue(), "value")
+    assert "antigravity" not in sys.modules
 
 
-@pytest.mark.parametrize("cut", [0, 5, 100, -64])
-def test_elements_that_were_cut_off_are_refused(cut: int) -> None:
-    content = pack_elements(["names"], [torch.arange(100)], "a share")
-    with pytest.raises(UnsafeValue, match="a share"):
-        unpack_elements(content[:cut], "a share")
+def test_what_programs_usually_keep_comes_back() -> None:
+    value = {
+        "numbers": (1, 2.5, None, True, 10**30),
+        "text": "a\x1bb",
+        "bytes": b"\0\xff",
+        "containers": [{1, 2}, collections.OrderedDict(a=1), collections.Counter("aab")],
+        "tensors": {"x": torch.arange(3).bfloat16(), "dtype": torch.float16, "size": torch.Size([2])},
+        "arrays": [np.arange(3, dtype=np.int16), np.float32(2), np.array(["ab"]), np.array([True])],
+        "random": (np.random.get_state(), random.getstate()),
+    }
+    assert repr(unpack(pack(value, "it"), "it")) == repr(value)
+
+
+def test_an_integer_that_could_not_be_read_again_is_refused_when_it_is_packed() -> None:
+    assert unpack(pack(2**2000, "it"), "it") == 2**2000
+    with pytest.raises(UnsafeValue, match="it is refused"):
+        pack(2**2100, "it")

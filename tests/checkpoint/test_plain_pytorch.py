@@ -8,6 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from stretto import DPU, DataParallel, Options, WeightPrediction, ZeRO1
+from stretto.checkpoint.manifest import Manifest
 from stretto_lab import testing
 from tests.bits import unequal
 from tests.checkpoint.jobs import NAMES, SAVED_AT, STRATEGIES, Case, Job
@@ -137,4 +138,8 @@ def test_a_job_is_a_stateful_of_its_own(tmp_path: Path) -> None:
 
 
 def stored_names(path: Path) -> set[str]:
-    return set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+    return {
+        name
+        for rank in range(len(Manifest.read(path).shares))
+        for name in Manifest.read(path).share(path, rank).entries
+    }

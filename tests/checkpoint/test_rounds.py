@@ -11,14 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.flat import Part, PartedTensor
-from stretto.flat.parted import cover
-from stretto.held import Held, Holding, Runs, read_share
-from stretto.packed import unpack
+from stretto.checkpoint import Held
+from stretto.dealing import Holding
+from stretto.errors import TornCheckpoint
+from stretto.flat import PartedTensor, Runs
+from stretto.share import read_share
+from tests.checkpoint.forged import extents
+from tests.draws import draws
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 LARGEST_ELEMENT = 8
-ZIP = b"PK"
+SHARE = b"stretto3"
 """How records of values begin; those of names are JSON."""
 
 
@@ -34,9 +37,8 @@ class Ranks:
     def gather(self, rank: int) -> Callable[[bytes], Sequence[bytes]]:
         def gather(record: bytes) -> list[bytes]:
             self._records[rank] = record
-            if record.startswith(ZIP):
-                values = unpack(record, "a record")[2].values()
-                self.most_bytes = max(self.most_bytes, sum(value.nbytes for value in values))
+            if record.startswith(SHARE):
+                self.most_bytes = max(self.most_bytes, read_share(record, "a record").num_bytes)
             self._barrier.wait()
             records = list(self._records)
             self._barrier.wait()
@@ -84,10 +86,10 @@ def drawn(seed: int) -> Case:
         for rank in range(case.ranks):
             if held[rank]:
                 runs = held[rank]
-                case.held[rank][f"model.{name}"] = Runs(tuple(shape), dtype, runs, [True] * len(runs))
+                written = [(first, first + run.numel()) for first, run in runs]
+                case.held[rank][f"carry.{name}"] = Runs(tuple(shape), dtype, runs, written)
             begin, end = rng.choice(cuts(rng, whole.numel()) or [(0, 0)])
-            parts = [Part(box, None, False) for box in cover(shape, begin, end)]
-            case.wanted[rank][name] = PartedTensor(shape, dtype, parts)
+            case.wanted[rank][name] = PartedTensor(Runs(tuple(shape), dtype, wanted=[(begin, end)]))
             if any(max(begin, first) < min(end, last) for first, last in gone):
                 case.lost.add((rank, name))
     return case
@@ -95,7 +97,7 @@ def drawn(seed: int) -> Case:
 
 @pytest.mark.parametrize("moves", [False, True])
 def test_who_lacks_something_gets_it_and_what_nobody_has_is_named(moves: bool) -> None:
-    for seed in range(60):
+    for seed in draws(60):
         case = drawn(seed)
         ranks = Ranks(case.ranks)
 
@@ -104,49 +106,55 @@ def test_who_lacks_something_gets_it_and_what_nobody_has_is_named(moves: bool) -
                 step=1, strategy="ddp", optimizer="SGD", world_size=2, layout="", entries=case.held[rank]
             )
             holding = Holding([share], ranks.gather(rank), case.round_bytes)
-            return holding.read({"model": case.wanted[rank]}, moves=moves)
+            return holding.read({"carry": case.wanted[rank]}, moves=moves)
 
         with ThreadPoolExecutor(case.ranks) as pool:
             missing = list(pool.map(read, range(case.ranks)))
         for rank, names in enumerate(missing):
-            found = {name.removeprefix("model.") for name in names}
+            found = {name.removeprefix("carry.") for name in names}
             assert found == {name for one, name in case.lost if one == rank}, (seed, rank)
             for name in case.wanted[rank].keys() - found:
-                for part in case.wanted[rank][name].parts.values():
-                    box = part.box
-                    assert part.value is not None, (seed, rank, name)
-                    expected = case.whole[name][box.start : box.start + box.numel]
-                    assert torch.equal(part.value.view(-1), expected), (seed, rank, name)
+                for start, stop in case.wanted[rank][name].runs.wanted:
+                    found_run = case.wanted[rank][name].run(start, stop - start)
+                    assert found_run is not None, (seed, rank, name)
+                    assert torch.equal(found_run, case.whole[name][start:stop]), (seed, rank, name)
         assert ranks.most_bytes <= max(LARGEST_ELEMENT, case.round_bytes // case.ranks), seed
 
 
-def test_a_share_comes_back_from_its_bytes_as_what_the_rank_writes() -> None:
-    for seed in range(60):
+def test_a_share_comes_back_from_its_bytes_and_every_changed_byte_of_an_entry_names_it() -> None:
+    for seed in draws(60):
         rng, case = random.Random(seed), drawn(seed)
         for rank, entries in enumerate(case.held):
-            lengths = [rng.choice([0, 10, 2**16, 2**16 + 1, 200_000]) for _ in range(rng.randrange(4))]
-            packed = {f"rank.{number}": rng.randbytes(length) for number, length in enumerate(lengths)}
+            packed = {f"rank.{number}": rng.randbytes(rng.choice([0, 10, 70_000])) for number in range(3)}
             written = {
-                name: Runs(runs.shape, runs.dtype, runs.runs, [rng.random() < 0.7 for _ in runs.runs])
+                name: Runs(
+                    runs.shape, runs.dtype, runs.values, [one for one in runs.written if rng.random() < 0.7]
+                )
                 for name, runs in entries.items()
             }
+            held = {**written, **packed, "job.step": seed, "extra": None}
             share = Held(
-                step=seed,
-                strategy="ddp",
-                optimizer="SGD",
-                world_size=2,
-                layout="x",
-                entries={**written, **packed, "job.step": seed},
-            )
-            found = read_share(share.written())
+                step=seed, strategy="ddp", optimizer="SGD", world_size=2, layout="x", entries=held,
+                others=frozenset({"job.step"} if rank else ()),
+            )  # fmt: skip
+            content = share.written().joined()
+            assert bytes(content) == b"".join(share.written().chunks())
+            found = read_share(rng.choice([content, bytes(content)]), "a share", share.written().digest)
             assert found.header == share.header
-            assert found.entries.keys() == share.entries.keys()
+            own = {name: runs for name, runs in written.items() if runs.written}
+            assert found.entries.keys() == {*own, *packed, "extra", *(() if rank else ["job.step"])}
             assert {name: found.entries[name] for name in packed} == packed, (seed, rank)
-            for name, runs in written.items():
+            for name, runs in own.items():
                 assert (found.entries[name].shape, found.entries[name].dtype) == (runs.shape, runs.dtype)
-                pairs = zip(found.entries[name].runs, runs.own.runs, strict=True)
-                assert [
-                    (one, a, other, b)
-                    for (one, a), (other, b) in pairs
-                    if not (one == other and torch.equal(a, b))
-                ] == [], (seed, name)
+                pairs = zip(found.entries[name].values, runs.own.values, strict=True)
+                assert all(one == other and torch.equal(a, b) for (one, a), (other, b) in pairs), (seed, name)
+            _, index, places = extents(bytes(content))
+            for (name, *_), (begin, end) in zip(index, places, strict=True):
+                if begin < end:
+                    content[rng.randrange(begin, end)] ^= 1 << rng.randrange(8)
+                    with pytest.raises(TornCheckpoint, match=f"'{name or 'settings'}' is damaged"):
+                        read_share(bytes(content), "a share")
+                    content = share.written().joined()
+            cut = rng.randrange(len(content))
+            with pytest.raises(TornCheckpoint, match="a share is damaged"):
+                read_share(content[:cut], "a share")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import stretto
 from stretto import (
@@ -232,8 +231,7 @@ def test_what_all_ranks_write_to_a_buffer_stays_and_is_shown_and_saved(
 
 
 def note_in(path: Path) -> Tensor:
-    dcp_to_torch_save(path, path.with_suffix(".pt"))
-    found = torch.load(path.with_suffix(".pt"), weights_only=False)["model"]["note"]
+    found = checkpoint.read(path)["model"]["note"]
     assert isinstance(found, Tensor)
     return found
 

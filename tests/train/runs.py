@@ -89,8 +89,8 @@ def train_until_hit_in_write(
 
     def count(frame: FrameType, event: str, argument: object) -> None:
         nonlocal files, was_sent
-        files += event == "call" and frame.f_code.co_name == "write_data"
-        is_written = event == "return" and frame.f_code.co_name == "_write_item"
+        files += event == "call" and frame.f_code.co_qualname == "_Writing._write"
+        is_written = event == "return" and frame.f_code.co_qualname == "Written.chunks"
         if is_written and files == save and info.rank in victims and not was_sent:
             was_sent = True
             os.kill(os.getpid(), number)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from stretto import checkpoint
-from stretto.checkpoint.manifest import Manifest
 from stretto.errors import WorkerFailed
 from stretto_lab.observe import read_json_lines
 from tests.train.runs import (
@@ -86,10 +85,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_told() -> None:
     train(run)
     whole = written("run")
     last, *_ = checkpoints = list(checkpoint.complete(Path("run", "checkpoints")))
-    stored = next(piece for piece in Manifest.read(last).stored if piece.name.startswith("optimizer.state"))
-    content = bytearray((last / stored.extent.file).read_bytes())
-    content[stored.extent.offset + 5] ^= 1
-    (last / stored.extent.file).write_bytes(content)
+    content = bytearray((last / "0.share").read_bytes())
+    content[len(content) // 2] ^= 1
+    (last / "0.share").write_bytes(content)
     train(dataclasses.replace(run, resume=True))
     assert written("run") == whole
     (incident,) = read_json_lines(Path("run", "incidents.jsonl"))
@@ -101,7 +99,7 @@ def test_where_every_checkpoint_is_damaged_the_run_does_not_begin_anew() -> None
     run = tiny_run("run", strategy="zero1")
     train(run)
     for path in checkpoint.complete(Path("run", "checkpoints")):
-        file = path / "__0_0.distcp"
+        file = path / "0.share"
         file.write_bytes(file.read_bytes()[:-1] + b"?")
     with pytest.raises(WorkerFailed, match="TornCheckpoint"):
         train(dataclasses.replace(run, resume=True))

@@ -2,9 +2,9 @@
 
 from stretto.checkpoint.background import check, wait
 from stretto.checkpoint.files import complete, latest, newest_first, step_of
-from stretto.checkpoint.load import Restored, continued, hold, load
+from stretto.checkpoint.load import Restored, continued, hold, load, read
 from stretto.checkpoint.save import save
-from stretto.held import Held
+from stretto.share import Held
 
 __all__ = [
     "Held",
@@ -16,6 +16,7 @@ __all__ = [
     "latest",
     "load",
     "newest_first",
+    "read",
     "save",
     "step_of",
     "wait",

@@ -30,7 +30,7 @@ class Step:
     doing: str
     """For messages."""
     work: Callable[[list[Any]], Any]
-    """Called with what all ranks returned from the step before; returns plain JSON values, and does not communicate."""
+    """Called on rank 0 with what all returned from the step before; returns plain JSON, and does not communicate."""
 
     def after(self, outcomes: list[Any]) -> tuple[str, Callable[[], Any]]:
         """Return what it does, and the work with nothing left to give it."""
@@ -91,7 +91,7 @@ class BackgroundSave(Listener):
 
     def _end_step(self) -> None:
         try:
-            outcomes = self._ranks.gather(self._left.pop(0).doing, self._working.result)
+            outcomes = self._ranks.collect(self._left.pop(0).doing, self._working.result)
         except CheckpointError as error:
             self._failure = error
             self._left.clear()

@@ -5,7 +5,7 @@
 .writing-000008-step-400/   one that is being written, or was when its job died
 .removing-000004-step-200/  one that is being removed
 
-A folder without `manifest.json` is not a checkpoint.
+In a checkpoint lie `manifest.json`, without which it is none, and `0.share`, `1.share` and so on, one of each rank.
 """
 
 import os
@@ -52,7 +52,9 @@ def complete(directory: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield the complete checkpoints, the last one first."""
     for path in newest_first(directory):
         try:
-            Manifest.read(path).check_files(path)
+            manifest = Manifest.read(path)
+            for rank in range(manifest.world_size):
+                manifest.check_file(path, rank)
         except CheckpointError:
             continue
         yield path

@@ -3,31 +3,31 @@
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.planner import LoadPlan
 
-from stretto import held
+from stretto import share
 from stretto.checkpoint import files as folder
 from stretto.checkpoint.background import wait
-from stretto.checkpoint.manifest import METADATA, Manifest, Model, models
-from stretto.checkpoint.pieces import LoadPlanner, Reader
+from stretto.checkpoint.manifest import Manifest
 from stretto.checkpoint.ranks import Ranks, check_job
-from stretto.checkpoint.save import file_digest
-from stretto.continuation import Loader, check_loader
+from stretto.continuation import Loader, check_loader, unpack_entries
+from stretto.dealing import Holding, check_whole
+from stretto.disk import folder_of
 from stretto.engine.state import State
-from stretto.errors import CheckpointError, ConfigError, ForeignCheckpoint, TornCheckpoint
+from stretto.errors import CheckpointError, ConfigError, TornCheckpoint
 from stretto.fields import check_callable, shown
-from stretto.flat import original_name
-from stretto.held import Held, Holding, check_whole
+from stretto.flat import Runs, original_name
 from stretto.optimizer import name_of
-from stretto.packed import unpack
 from stretto.parallel import DataParallel
+from stretto.share import Held, Kinds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,9 +66,9 @@ def hold(parallel: DataParallel, *, loader: Loader | None = None, extra: Any = N
     check_job(parallel)
     check_loader(loader)
     with parallel.between_updates("holding a state"):
-        return held.hold(
-            parallel.continuation(), parallel.strategy.name, loader=loader, extra=extra, copies=True
-        )
+        continuation = parallel.continuation()
+        state = continuation.write()
+        return share.hold(continuation, parallel.strategy.name, state, loader, extra, copies=True)
 
 
 def continued(
@@ -90,11 +90,11 @@ def continued(
         OutOfTurn: An update is under way.
     """
     check_callable(begin, "continued(begin)", "a function that returns the next DataParallel")
-    share = hold(parallel, loader=loader)
+    held = hold(parallel, loader=loader)
     parallel.leave()
     following = begin()
     check_job(following)
-    load(following, [share], loader=loader)
+    load(following, [held], loader=loader)
     return following
 
 
@@ -138,24 +138,25 @@ def load(
         parallel.job.compute.check_between_updates("loading a checkpoint")
     wait(parallel)
     ranks = Ranks(parallel)
-    reading: _Files | _Memory
+    path: Path | None = None
     if isinstance(source, str | os.PathLike):
-        reading = _Files(parallel, ranks, Path(source))
-    else:
-        reading = _Memory(parallel, ranks, source)
-    saved = reading.saved
-    with _grown(parallel.job.model.model, models(saved.entries) if isinstance(saved, Manifest) else {}):
+        path, source = _shares_in(Path(source), ranks)
+    saved = Holding(source, partial(_gather, parallel))
+    with _grown(parallel.job.model.model, saved.model):
         with parallel.job.compute.lifetime.running():
             continuation = parallel.continuation()
             state = continuation.blank(
-                reading.names,
+                saved.names,
                 saved.world_size,
                 same_strategy=saved.strategy == parallel.strategy.name,
                 same_layout=saved.layout == parallel.job.layout_digest,
             )
-        reading.read(state)
+        ranks.agree("checking a checkpoint", lambda: saved.check(name_of(parallel.optimizer), state["model"]))
+        missing = saved.read(state, moves=saved.world_size != parallel.world_size)
+        ranks.agree("reading a checkpoint", lambda: check_whole(missing))
+        ranks.agree("unpacking a checkpoint", lambda: unpack_entries(state))
         ranks.agree("comparing schedulers", lambda: continuation.check_scheduler(state))
-    positions = tuple(unpack(packed, "the loader's state") for packed in state.get("loader", {}).values())
+    positions = tuple(state.get("loader", {}).values())
     goes_on = loader is not None and bool(positions) and saved.world_size == parallel.world_size
     if loader is not None and goes_on:
         ranks.agree("restoring the loader", lambda: loader.load_state_dict(positions[ranks.rank]))
@@ -163,23 +164,68 @@ def load(
         continuation.load(state, goes_on=goes_on)
     place = continuation.pass_of(state) or {}
     notes = (
-        *_notes(parallel, saved, reading.names, state),
-        *_notes_of_pass(place, reading.names, goes_on=goes_on),
+        *_notes(parallel, saved, state),
+        *_notes_of_pass(place, saved.names, goes_on=goes_on),
     )
     for note in notes:
         _log.warning("rank %d, after step %d: %s", parallel.rank, parallel.steps, note)
     return Restored(
         step=parallel.steps,
-        extra=unpack(state["extra"], "extra"),
-        path=reading.path,
+        extra=state["extra"],
+        path=path,
         loader_states=positions,
         is_pass_over=goes_on and _is_over(place),
         notes=notes,
     )
 
 
+def read(source: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what any program can use of a checkpoint, without a job: whole tensors, as plain PyTorch has them.
+
+        state = checkpoint.read("checkpoints")
+        model.load_state_dict(state["model"])
+
+    Args:
+        source: One checkpoint, or a folder of them, of which the latest complete one is taken.
+
+    Returns:
+        By part, dictionaries: "model" as `model.state_dict()`, "optimizer" in PyTorch's flattened form, "master" where
+        models hold coarser values, "job" with its counts, and others for Stretto alone. A tensor that one rank has
+        written lies in the memory of the file.
+
+    Raises:
+        CheckpointError: There is no checkpoint.
+        TornCheckpoint: It is incomplete or damaged; names the file or the entry.
+        ForeignCheckpoint: It is of another format version.
+    """
+    path = folder.find(folder_of(source, "source"))
+    manifest = Manifest.read(path)
+    entries: dict[str, Any] = {}
+    for rank in range(manifest.world_size):
+        for name, entry in manifest.share(path, rank).entries.items():
+            if isinstance(entry, Runs) and name in entries:
+                entries[name].values += entry.values
+            else:
+                entries.setdefault(name, entry)
+    state: dict[str, Any] = {}
+    for name, entry in entries.items():
+        part, _, key = name.partition(".")
+        if type(entry) is bytes and part not in ("model", "optimizer"):  # packed: for the rank that goes on
+            continue
+        if isinstance(entry, Runs):
+            entry.values.sort(key=lambda pair: pair[0])
+            whole = entry.run(0, math.prod(entry.shape))
+            if whole is None:
+                raise TornCheckpoint(
+                    f"{path}: the shares do not hold all of {name!r}; go back to an older checkpoint"
+                )
+            entry = whole.view(entry.shape)
+        state.setdefault(part, {})[key] = entry
+    return state
+
+
 @contextlib.contextmanager
-def _grown(model: nn.Module, saved: Model) -> Iterator[None]:
+def _grown(model: nn.Module, saved: Kinds) -> Iterator[None]:
     """Let modules with a loading rule of their own take the kinds of what is saved; back again if the block raises.
 
     Quantisers and banks make buffers in their first forward pass, and load them into a fresh module as well.
@@ -197,7 +243,8 @@ def _grown(model: nn.Module, saved: Model) -> Iterator[None]:
             }
             held = module._buffers
             if all(
-                (found := held.get(name.removeprefix(prefix))) is not None and kind.is_of(found)
+                (found := held.get(name.removeprefix(prefix))) is not None
+                and kind == (found.shape, found.dtype)
                 for name, kind in kinds.items()
                 if name.removeprefix(prefix) not in module._parameters
             ):
@@ -218,93 +265,42 @@ def _grown(model: nn.Module, saved: Model) -> Iterator[None]:
         raise
 
 
-class _Memory:
-    """One rank's part in reading from what ranks hold."""
+def _shares_in(path: Path, ranks: Ranks) -> tuple[Path, list[Held]]:
+    """Return a checkpoint's own folder, and of its shares those that this rank deals out: its own, or each in turn."""
+    found = Path(
+        ranks.first("looking for a checkpoint", lambda: str(folder.find(path)) if ranks.rank == 0 else "")
+    )
 
-    path = None
-
-    def __init__(self, parallel: DataParallel, ranks: Ranks, shares: Sequence[Held]) -> None:
-        def gather(record: bytes) -> list[bytes]:
-            with parallel.job.compute.lifetime.running():
-                parallel.job.replica.wait_for_transfers()
-                return parallel.job.everyone.gather_records(record)
-
-        self._ranks = ranks
-        self._optimizer = name_of(parallel.optimizer)
-        self.saved = Holding(shares, gather)
-        self.names = self.saved.names
-
-    def read(self, state: State) -> None:
-        """Fill `state`, and make sure that it is of this model and optimizer, and that nothing is missing anywhere."""
-        self._ranks.agree("checking a state in memory", lambda: self._check(state))
-        missing = self.saved.read(state, moves=self.saved.world_size != self._ranks.world_size)
-        self._ranks.agree("reading a state in memory", lambda: check_whole(missing))
-
-    def _check(self, state: State) -> None:
-        saved = {name for name in self.names if name.startswith("model.")}
-        if other := saved ^ {f"model.{name}" for name in state["model"]}:
-            raise ForeignCheckpoint(
-                f"the state is of another model: {sorted(other)[:5]} are only in one of both; expected the model that "
-                "was held"
-            )
-        if self.saved.optimizer != self._optimizer:
-            raise ForeignCheckpoint(
-                f"the state is one of {self.saved.optimizer}, expected {self._optimizer}: build the optimizer that was "
-                "held"
-            )
-
-
-class _Files:
-    """One rank's part in reading files, by PyTorch's protocol of planners and readers."""
-
-    def __init__(self, parallel: DataParallel, ranks: Ranks, directory: Path) -> None:
-        self._optimizer = name_of(parallel.optimizer)
-        self._ranks = ranks
-        self._planner = LoadPlanner()
-        paths = ranks.gather(
-            "looking for a checkpoint", lambda: str(folder.find(directory)) if ranks.rank == 0 else None
-        )
-        self.path = Path(paths[0] or directory)
-        self.saved: Manifest = ranks.agree("opening a checkpoint", self._open)
-        self.names = set(self.saved.entries)
-        """Every entry of the checkpoint."""
-
-    def read(self, state: State) -> None:
-        """Fill `state`, once it is known on all ranks that all of it fits and is whole."""
-        reader = Reader(self.path, self.saved)
-        plan = self._ranks.agree("checking a checkpoint", lambda: self._check(state, reader))
-        self._ranks.agree("reading a checkpoint", lambda: reader.read_data(plan, self._planner).wait())
-
-    def _open(self) -> Manifest:
-        """Read what the checkpoint says about itself."""
-        if not self.path.is_dir():
+    def opened() -> Manifest:
+        if not found.is_dir():
             raise CheckpointError(
-                f"{self.path}, found by rank 0, is not there: expected a file system that all share"
+                f"{found}, found by rank 0, is not there: expected a file system that all share"
             )
-        manifest = Manifest.read(self.path)
-        manifest.check_files(self.path)
-        if file_digest(self.path / METADATA) != manifest.metadata_digest:
-            raise TornCheckpoint(f"{self.path / METADATA} is damaged; go back to an older checkpoint")
+        manifest = Manifest.read(found)
+        for rank in range(manifest.world_size) if ranks.rank == 0 else ():
+            manifest.check_file(found, rank)
         return manifest
 
-    def _check(self, state: State, reader: Reader) -> LoadPlan:
-        self.saved.check_optimizer(self._optimizer)
-        plan = self._planner.plan(state, reader.metadata)
-        plan = self._planner.finish_plan(reader.prepare_local_plan(plan))
-        reader.verify(plan)
-        return plan
+    manifest = ranks.agree("opening a checkpoint", opened)
+    every = range(manifest.world_size)
+    mine = [ranks.rank] if len(every) == ranks.world_size else every[ranks.rank :: ranks.world_size]
+    return found, ranks.agree("checking a checkpoint", lambda: [manifest.share(found, rank) for rank in mine])
 
 
-def _notes(
-    parallel: DataParallel, manifest: Manifest | Holding, names: set[str], state: State
-) -> Iterator[str]:
+def _gather(parallel: DataParallel, record: bytes) -> list[bytes]:
+    with parallel.job.compute.lifetime.running():
+        parallel.job.replica.wait_for_transfers()
+        return parallel.job.everyone.gather_records(record)
+
+
+def _notes(parallel: DataParallel, saved: Holding, state: State) -> Iterator[str]:
     """Yield what keeps the continuation from being exact."""
-    if manifest.world_size != parallel.world_size:
+    if saved.world_size != parallel.world_size:
         yield (
-            f"saved by {manifest.world_size} ranks, continued by {parallel.world_size}: random states and loader "
+            f"saved by {saved.world_size} ranks, continued by {parallel.world_size}: random states and loader "
             "positions are not restored"
         )
-    kinds = {name.partition(".")[0] for name in names}
+    kinds = {name.partition(".")[0] for name in saved.names}
     if kinds & {"owed", "debts"} and parallel.job.exchange.feedback is None:
         yield (
             f"saved on a wire that keeps rounding errors, continued on {parallel.options.wire} under "
@@ -313,16 +309,14 @@ def _notes(
     dropped = [words for part, words in _AHEAD.items() if part in kinds and part not in state]
     if dropped:
         why = (
-            f"saved under {manifest.strategy}, continued under {parallel.strategy.name}"
-            if manifest.strategy != parallel.strategy.name
+            f"saved under {saved.strategy}, continued under {parallel.strategy.name}"
+            if saved.strategy != parallel.strategy.name
             else "other parameters are trained, or on other ranks, or in other buckets"
         )
         yield f"{why}: {' and '.join(dropped)} dropped"
     if (parallel.scheduler is not None) != ("scheduler" in kinds):
-        saved, goes_on = (
-            ("without", "with one") if parallel.scheduler is not None else ("with", "without one")
-        )
-        yield f"saved {saved} a scheduler, continued {goes_on}: its state is not restored"
+        how = ("without", "with one") if parallel.scheduler is not None else ("with", "without one")
+        yield f"saved {how[0]} a scheduler, continued {how[1]}: its state is not restored"
 
 
 def _is_over(place: Mapping[str, Any]) -> bool:

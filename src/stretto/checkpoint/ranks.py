@@ -1,8 +1,7 @@
 """Steps that all ranks of a job take together: each succeeds on all ranks, or fails on all."""
 
 import json
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from stretto.errors import (
@@ -21,6 +20,8 @@ T = TypeVar("T")
 
 _KINDS = {kind.__name__: kind for kind in (CheckpointError, TornCheckpoint, ForeignCheckpoint)}
 """Errors that a rank can have raised."""
+_FAILED = b"!"
+"""Begins the record of a rank that has failed; no JSON begins with it."""
 
 
 def check_job(parallel: object) -> None:
@@ -52,28 +53,42 @@ class Ranks:
         Raises:
             CheckpointError: The same on every rank, if any failed; with its class if it was a `CheckpointError`.
         """
-        return self._run(doing, work, share=False)[self.rank]
+        return self._run(doing, work, tells=False)[0]
 
     def gather(self, doing: str, work: Callable[[], T]) -> list[T]:
         """As `agree`, but return the outcomes of all ranks, which are plain JSON values, in rank order."""
-        return self._run(doing, work, share=True)
-
-    def _run(self, doing: str, work: Callable[[], T], *, share: bool) -> list[T]:
-        outcome: Any = None
-        failure: tuple[str, str] | None = None
-        cause: Exception | None = None
-        try:
-            outcome = work()
-        except Exception as error:
-            cause, failure = error, self._describe(doing, error)
-        records = self._exchange(doing, (failure, outcome if share else None))
-        failures = [failure for failure, _ in records if failure is not None]
-        if failures:
-            kind, message = failures[0]
-            raise _KINDS.get(kind, CheckpointError)(message) from cause
-        outcomes = [value for _, value in records]
+        outcome, records = self._run(doing, work, tells=True)
+        outcomes = [self._read(rank, record) for rank, record in enumerate(records)]
         outcomes[self.rank] = outcome
         return outcomes
+
+    def first(self, doing: str, work: Callable[[], T]) -> T:
+        """As `gather`, but return rank 0's outcome."""
+        outcome, records = self._run(doing, work, tells=self.rank == 0)
+        return outcome if self.rank == 0 else self._read(0, records[0])
+
+    def collect(self, doing: str, work: Callable[[], T]) -> list[T]:
+        """As `gather`, but only rank 0 reads them; the others return their own alone."""
+        outcome, records = self._run(doing, work, tells=True)
+        others = enumerate(records[1:], 1)
+        return [outcome, *(self._read(*one) for one in others)] if self.rank == 0 else [outcome]
+
+    def _run(self, doing: str, work: Callable[[], T], *, tells: bool) -> tuple[T, Sequence[bytes]]:
+        """Return this rank's outcome and all ranks' records."""
+        outcome: Any = None
+        record, cause = b"", None
+        try:
+            outcome = work()
+            if tells:
+                record = json.dumps(outcome).encode()
+        except Exception as error:
+            cause, record = error, _FAILED + json.dumps(self._describe(doing, error)).encode()
+        records = self._exchange(doing, record)
+        for rank, found in enumerate(records):
+            if found.startswith(_FAILED):
+                kind, message = self._read(rank, found.removeprefix(_FAILED))
+                raise _KINDS.get(kind, CheckpointError)(message) from cause
+        return outcome, records
 
     def _describe(self, doing: str, error: Exception) -> tuple[str, str]:
         where = f"{self._where}, {doing}"
@@ -82,13 +97,12 @@ class Ranks:
         line = (str(error).splitlines() or [""])[0]  # PyTorch explains at length
         return CheckpointError.__name__, f"{where}: {type(error).__name__}: {line}"
 
-    def _exchange(self, doing: str, value: Any) -> list[Any]:
-        """Return every rank's value."""
-        record = zlib.compress(json.dumps(value).encode(), level=1)  # plans repeat the same names
+    def _exchange(self, doing: str, record: bytes) -> Sequence[bytes]:
+        """Return every rank's record."""
         job = self._parallel.job
         try:
             job.replica.wait_for_transfers()
-            records = job.everyone.gather_records(record)
+            return job.everyone.gather_records(record)
         except Exception as error:
             cause = job.compute.lifetime.cause_of(error)
             if isinstance(cause, PeerSilent):
@@ -101,14 +115,13 @@ class Ranks:
             if cause is error:
                 raise
             raise cause from error
-        found = []
-        for rank, content in enumerate(records):
-            try:
-                failure, outcome = json.loads(zlib.decompress(content))
-            except (ValueError, TypeError, RecursionError, zlib.error) as error:
-                raise CheckpointError(
-                    f"{self._where}: what rank {rank} says about a checkpoint cannot be read "
-                    f"({error}): expected JSON; do all ranks run the same release?"
-                ) from error
-            found.append((failure, outcome))
-        return found
+
+    def _read(self, rank: int, record: bytes) -> Any:
+        """Return what a rank has told."""
+        try:
+            return json.loads(record)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"{self._where}: what rank {rank} says about a checkpoint cannot be read ({error}): expected JSON; do "
+                "all ranks run the same release?"
+            ) from error

@@ -4,23 +4,17 @@ import os
 from pathlib import Path
 from typing import Any
 
-import xxhash
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
-
 from stretto.checkpoint import files as folder
 from stretto.checkpoint.background import BackgroundSave, Step, wait
-from stretto.checkpoint.manifest import METADATA, Manifest, Stored
-from stretto.checkpoint.pieces import LoadPlanner, SavePlanner, Writer, entry_kinds
-from stretto.checkpoint.plans import plan_as_json, plan_from_json
+from stretto.checkpoint.manifest import Manifest, share_of
 from stretto.checkpoint.ranks import Ranks, check_job
-from stretto.continuation import Continuation, Loader, check_loader
-from stretto.disk import folder_of, writing_to
-from stretto.engine.state import State
-from stretto.errors import CheckpointError, ConfigError
+from stretto.continuation import Loader, check_loader
+from stretto.dealing import check_model, kinds_of, models
+from stretto.disk import folder_of, mapped, writing_to
+from stretto.errors import CheckpointError, ConfigError, TornCheckpoint
 from stretto.fields import is_count, shown
-from stretto.optimizer import name_of
 from stretto.parallel import DataParallel
+from stretto.share import Held, hold, read_share
 
 
 def save(
@@ -71,85 +65,67 @@ def save(
         state = continuation.write()
     ranks = Ranks(parallel)
 
+    writing = _Writing(parallel, keep, in_background=async_save)
+
     def begin() -> str:
-        state.update(continuation.write_own(state, loader, extra))
+        writing.held = hold(continuation, parallel.strategy.name, state, loader, extra, copies=False)
         with writing_to(home):
             return folder.begin(home, parallel.steps) if ranks.rank == 0 else ""
 
-    name = ranks.gather("beginning a checkpoint", begin)[0]
-    writing = _Writing(parallel, home / name, keep, state)
-    in_background = async_save and not parallel.job.compute.lifetime.has_finished
+    writing.path = home / ranks.first("beginning a checkpoint", begin)
     try:
-        plans = ranks.gather("planning a checkpoint", writing.plan)
-        ranks.agree("dividing a checkpoint", lambda: writing.divide(plans, copies=in_background))
         if not parallel.job.num_checkpoints:
-            _expect_to_load(parallel, continuation, ranks, writing.metadata)
+            with parallel.between_updates("a checkpoint"):
+                blank = continuation.blank((), 0, same_strategy=False, same_layout=False)
+            ranks.agree(
+                "planning to load the checkpoint that is being saved",
+                lambda: check_model(models(writing.held.kinds), kinds_of(blank["model"])),
+            )
+        ranks.agree("packing a checkpoint", writing.pack)
         parallel.job.count_checkpoint()
         # Once more, now that digests are taken: a value that changes from here on differs from its digest.
         with parallel.between_updates("a checkpoint"):
             for listener in parallel.job.model.listeners:
                 listener.committed_is_read()
-        if in_background:
+        if writing.in_background:
             group = parallel.job.everyone.group
             parallel.job.model.listeners.append(
                 BackgroundSave(ranks, group, writing.steps(), writing.abandon)
             )
-            return home / name
+            return writing.path
         outcomes: list[Any] = []
         for step in writing.steps():
-            outcomes = ranks.gather(*step.after(outcomes))
+            outcomes = ranks.collect(*step.after(outcomes))
     except CheckpointError:
         writing.abandon()
         raise
-    return home / name
-
-
-def _expect_to_load(
-    parallel: DataParallel, continuation: Continuation, ranks: Ranks, metadata: Metadata
-) -> None:
-    """Plan to load what is about to be written into this job: nobody should learn after days that it cannot be."""
-    with parallel.between_updates("a checkpoint"):
-        blank = continuation.blank(
-            entry_kinds(metadata).keys(), parallel.world_size, same_strategy=True, same_layout=True
-        )
-    ranks.agree(
-        "planning to load the checkpoint that is being saved", lambda: LoadPlanner().plan(blank, metadata)
-    )
+    return writing.path
 
 
 class _Writing:
-    """One rank's part in writing, by PyTorch's protocol of planners and writers."""
+    """One rank's part in writing: its share, and on rank 0 the manifest."""
 
-    def __init__(self, parallel: DataParallel, path: Path, keep: int, state: State) -> None:
-        self._path = folder.writing(path.parent, path.name)
-        self._final = path
+    held: Held
+    """What this rank has of the job, until it is packed."""
+    path: Path
+    """Where the checkpoint appears."""
+
+    def __init__(self, parallel: DataParallel, keep: int, *, in_background: bool) -> None:
         self._keep = keep
-        self._parallel = parallel
-        self._rank, self._step = parallel.rank, parallel.steps
-        self._state = state
-        self._planner = SavePlanner()
-        self._writer = Writer(self._path)
+        self._rank = parallel.rank
+        self.in_background = in_background and not parallel.job.compute.lifetime.has_finished
 
-    def plan(self) -> dict[str, Any]:
-        """Return what this rank would write, and take the digests of it."""
-        if not self._path.is_dir():
-            raise CheckpointError(
-                f"{self._path}, made by rank 0, is not there: expected a file system that all share"
-            )
-        self._planner.set_up_planner(self._state, self._writer.storage_meta(), self._rank == 0)
-        self._writer.set_up_storage_writer(self._rank == 0)
-        plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
-        self._writer.hold(plan, self._planner)
-        self._state.clear()  # the planner holds the entries, each until it is packed or written
-        return plan_as_json(plan)
+    @property
+    def _folder(self) -> Path:
+        return folder.writing(self.path.parent, self.path.name)
 
-    def divide(self, plans: list[Any], *, copies: bool) -> None:
-        """Choose this rank's share of what all ranks would write, the same on each; and copy it, if asked to."""
-        shares, self.metadata = self._planner.create_global_plan([plan_from_json(plan) for plan in plans])
-        share: SavePlan = self._writer.prepare_global_plan(shares)[self._rank]
-        self._share = self._planner.finish_plan(share)
-        if copies:
-            self._planner.copy(self._share)
+    def pack(self) -> None:
+        """Take the digests of this rank's share; copy it, where training goes on before it is written."""
+        written = self.held.written()
+        self._share = written.num_bytes, written.digest
+        self._chunks = iter([written.joined()]) if self.in_background else written.chunks()
+        self._header = self.held.header
+        del self.held
 
     def steps(self) -> tuple[Step, ...]:
         """Return what takes time, and touches neither the job nor its group."""
@@ -157,45 +133,45 @@ class _Writing:
 
     def abandon(self) -> None:
         """Remove what was written."""
-        self._planner.let_go()
+        self._chunks = iter(())
         if self._rank == 0:
-            folder.abandon(self._final.parent, self._final.name)
+            folder.abandon(self.path.parent, self.path.name)
 
-    def _write(self, _: list[Any]) -> list[Any]:
-        """Write this rank's share."""
-        with writing_to(self._path):
-            stored = self._writer.write(self._share, self._planner)
-        self._planner.let_go()
-        return [piece.as_json() for piece in stored]
+    def _write(self, _: list[Any]) -> tuple[int, str]:
+        """Write this rank's share, and compare what lies in the file with what the job had."""
+        if not self._folder.is_dir():
+            raise CheckpointError(
+                f"{self._folder}, made by rank 0, is not there: expected a file system that all share"
+            )
+        path = share_of(self._folder, self._rank)
+        with writing_to(path):
+            with path.open("wb") as stream:
+                for chunk in self._chunks:
+                    stream.write(chunk)
+                stream.flush()
+                os.fsync(stream.fileno())
+            content = mapped(path)
+        try:
+            read_share(content, str(path), self._share[1])
+        except TornCheckpoint as error:
+            raise CheckpointError(
+                f"a value changed on its way from the job to the file: {error}; save again, and test this rank's memory"
+            ) from error
+        return self._share
 
-    def _commit(self, by_rank: list[Any]) -> None:
+    def _commit(self, shares: list[Any]) -> None:
         """Complete the checkpoint, on rank 0."""
         if self._rank != 0:
             return
-        stored = tuple(Stored.from_json(piece) for pieces in by_rank for piece in pieces)
-        with writing_to(self._path):
-            self._writer.describe(self.metadata, stored)
-            _manifest(self._parallel, self._step, self._path, self.metadata, stored).write(self._path)
-            folder.commit(self._final.parent, self._final.name)
-            folder.prune(self._final.parent, self._keep)
-
-
-def _manifest(
-    parallel: DataParallel, step: int, path: Path, metadata: Metadata, stored: tuple[Stored, ...]
-) -> Manifest:
-    return Manifest(
-        step=step,
-        world_size=parallel.world_size,
-        strategy=parallel.strategy.name,
-        optimizer=name_of(parallel.optimizer),
-        layout=parallel.job.layout_digest,
-        files={file.name: file.stat().st_size for file in path.iterdir()},
-        metadata_digest=file_digest(path / METADATA),
-        entries=entry_kinds(metadata),
-        stored=stored,
-    )
-
-
-def file_digest(path: Path) -> str:
-    """Return the digest of a whole, small file."""
-    return xxhash.xxh3_128_hexdigest(path.read_bytes())
+        step, strategy, optimizer, world_size, layout = self._header
+        with writing_to(self._folder):
+            Manifest(
+                step=step,
+                world_size=world_size,
+                strategy=strategy,
+                optimizer=optimizer,
+                layout=layout,
+                shares=tuple((size, digest) for size, digest in shares),
+            ).write(self._folder)
+            folder.commit(self.path.parent, self.path.name)
+            folder.prune(self.path.parent, self._keep)

@@ -68,7 +68,8 @@ class JobState:
         """What this rank owns of each parameter, by slot index."""
         for piece in job.sharded.pieces:
             self.pieces[piece.slot.index].append(piece)
-        self._shares = Shares(job.layout, job.exchange.rank)
+        everyone = job.everyone.rank, job.everyone.world_size
+        self._shares = Shares(job.layout, job.exchange.rank, everyone)
         self._kinds = StateKinds(job.sharded)
 
     def write(self) -> State:
@@ -139,16 +140,15 @@ class JobState:
 
     def cut(self, slot: Slot, buckets: Sequence[Tensor] | None) -> PartedTensor:
         """Return this rank's share of a parameter, out of per-bucket masters or sums; None gives a blank one."""
-        fragments = [
-            (piece.offset, self.job.sharded.values(buckets, piece))
-            for piece in self.pieces[slot.index]
-            if buckets is not None
-        ]
+        fragments = None
+        if buckets is not None:
+            pieces = self.pieces[slot.index]
+            fragments = [(piece.offset, self.job.sharded.values(buckets, piece)) for piece in pieces]
         return self._cut(slot, self._master_dtype(slot), fragments)
 
     def spread(self, slot: Slot, values: Tensor | None) -> PartedTensor:
         """Return a value that every rank holds whole and of which each writes its share; None gives a blank one."""
-        fragments = [] if values is None else [(0, values.detach().reshape(-1))]
+        fragments = None if values is None else [(0, values.detach().reshape(-1))]
         dtype = self.job.sharded.layout.sets[slot.set_index].dtype
         return self._shares.cut(slot, dtype, fragments, everywhere=True)
 
@@ -159,7 +159,7 @@ class JobState:
             shard, self._master_dtype(slot), None if values is None else values.reshape(-1)
         )
 
-    def _cut(self, slot: Slot, dtype: torch.dtype, fragments: Fragments) -> PartedTensor:
+    def _cut(self, slot: Slot, dtype: torch.dtype, fragments: Fragments | None) -> PartedTensor:
         return self._shares.cut(slot, dtype, fragments, everywhere=self.job.replica.replicated)
 
     def _model(self, *, blank: bool) -> State:
@@ -208,7 +208,7 @@ class JobState:
                     entries[name] = values[0][1] if values else None
                 elif kind.dim() and _is_cut(slot):
                     flat = [(offset, value.reshape(-1)) for offset, value in values]
-                    entries[name] = self._cut(slot, kind.dtype, flat)
+                    entries[name] = self._cut(slot, kind.dtype, flat or None)
                 else:
                     # A copy: parameters of one segment share the number, but may later get different ones.
                     value = values[0][1].clone() if values else None

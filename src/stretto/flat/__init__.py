@@ -11,7 +11,7 @@ from stretto.flat.layout import (
     usual_bucket_bytes,
 )
 from stretto.flat.owned import Block, Owned, Slices
-from stretto.flat.parted import Fragments, Part, PartedTensor, Shares
+from stretto.flat.parted import Fragments, PartedTensor, Range, Runs, Shares
 from stretto.flat.shards import Shard, dealt_numel, is_dtensor, most_rows, shard_of
 from stretto.flat.whole import ALIGNMENT
 
@@ -23,8 +23,9 @@ __all__ = [
     "Fragments",
     "Layout",
     "Owned",
-    "Part",
     "PartedTensor",
+    "Range",
+    "Runs",
     "Shard",
     "Shares",
     "Slices",

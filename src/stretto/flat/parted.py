@@ -1,13 +1,14 @@
-"""Tensors in parts, as `torch.distributed.checkpoint` writes and reads them, and which rank writes which part.
+"""What a rank holds, writes and reads of a tensor of a state: runs of its elements, and which rank writes which.
 
-A rank owns runs of a parameter's flat elements, but PyTorch's format knows only N-dimensional boxes. So every run is
-covered by a few boxes, and each box is one part of a `PartedTensor`.
+PyTorch's own `torch.distributed.checkpoint` knows N-dimensional boxes alone, so a `PartedTensor` covers runs by a few.
 """
 
 import copy
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,138 @@ from torch import Tensor
 from stretto.errors import CheckpointError
 from stretto.flat.layout import Layout, Slot
 from stretto.flat.shards import Shard, shard_of
+
+Range = tuple[int, int]
+"""First element, and one past the last, in row-major order."""
+Fragments = Sequence[tuple[int, Tensor]]
+"""Runs of elements that this rank holds, disjoint and in order: first element, and values `(numel,)`."""
+
+
+@dataclasses.dataclass(slots=True)
+class Runs:
+    """Runs of a tensor's elements."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: torch.dtype
+    values: list[tuple[int, Tensor]] = dataclasses.field(default_factory=list)
+    """Those that this rank holds; see `Fragments`."""
+    written: list[Range] = dataclasses.field(default_factory=list)
+    """What of them this rank writes; other ranks may hold it too."""
+    wanted: list[Range] = dataclasses.field(default_factory=list)
+    """What this rank reads."""
+
+    @property
+    def own(self) -> "Runs":
+        """What this rank writes of it."""
+        values = [(start, run) for start, stop in self.written if (run := self.run(start, stop)) is not None]
+        return Runs(self.shape, self.dtype, values, self.written)
+
+    def run(self, start: int, stop: int) -> Tensor | None:
+        """Return elements, `(stop - start,)`, a view where they lie in one run; None if some are missing."""
+        pieces, place = [], start
+        first = max(0, bisect_right(self.values, start, key=lambda pair: pair[0]) - 1)
+        for begin, run in self.values[first:]:
+            if place >= stop or begin > place:
+                break
+            if place < begin + run.numel():
+                pieces.append(run[place - begin : stop - begin])
+                place += pieces[-1].numel()
+        if place < stop:
+            return None
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=self.dtype)
+
+
+class PartedTensor(Tensor):
+    """The shape and dtype of a whole tensor, and the runs of it that this rank holds, writes or reads.
+
+    It has no storage of its own and no arithmetic. `torch.distributed.checkpoint` saves what this rank writes, and
+    loads what it reads, by the last three methods with double underscores.
+    """
+
+    runs: Runs
+    shard: Shard
+    """What of it belongs into this rank's model: all of it, unless ranks of a node share the tensor."""
+
+    def __new__(cls, runs: Runs, shard: Shard | None = None) -> "PartedTensor":
+        """Make the tensor."""
+        self: PartedTensor = torch.Tensor._make_wrapper_subclass(cls, runs.shape, dtype=runs.dtype)
+        self.runs = runs
+        self.shard = shard or Shard(runs.shape, 0, runs.shape)
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch types it as a function
+        if func is torch.ops.aten.new_empty.default:  # `dcp.async_save` copies into it
+            return cls(Runs(tuple(args[1]), args[0].dtype), args[0].shard)
+        raise NotImplementedError(f"{func} of a PartedTensor: it only names values for a checkpoint")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PartedTensor":
+        return PartedTensor(copy.deepcopy(self.runs, memo), self.shard)
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise CheckpointError(
+            "torch.save or pickle of parallel.state_dict(): expected torch.distributed.checkpoint.save, because each "
+            "rank holds only its own share; for one file, torch.save(model.state_dict(), ...) inside `with "
+            "parallel.settled():`"
+        )
+
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]  # torch leaves it untyped
+        return f"PartedTensor({tuple(self.shape)}, {self.dtype}, {len(self.runs.values)} runs)"
+
+    def content(self) -> Tensor | None:
+        """Return what of it belongs into this rank's model, in its shape; None if this rank does not have all of it."""
+        run = self.run(self.shard.offset, math.prod(self.shard.shape))
+        return None if run is None else run.view(self.shard.shape)
+
+    def run(self, start: int, numel: int) -> Tensor | None:
+        """Return a run of elements, `(numel,)`; None if this rank does not have all of them."""
+        return self.runs.run(start, start + numel)
+
+    def boxes(self) -> dict[tuple[int, ...], tuple["Box", bool]]:
+        """Return the boxes of all that this rank holds or reads by their offsets, and whether it writes each."""
+        held = [(start, start + run.numel()) for start, run in self.runs.values] or self.runs.wanted
+        cuts = sorted({place for run in (*held, *self.runs.written) for place in run})
+        found = {}
+        for start, stop in held:
+            inside = [start, *(cut for cut in cuts if start < cut < stop), stop]
+            for first, last in itertools.pairwise(inside):
+                is_written = any(low <= first and last <= high for low, high in self.runs.written)
+                found.update({box.offsets: (box, is_written) for box in cover(self.shape, first, last)})
+        return found
+
+    def __create_write_items__(self, name: str, _: object) -> list[Any]:
+        """Return what this rank writes."""
+        # Imported here because the checkpoint package takes a second, and most jobs do not need it.
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(name, box.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=self.shape),
+            )
+            for box, is_written in self.boxes().values()
+            if is_written
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """Return what this rank reads."""
+        return [_chunk(box) for box, _ in self.boxes().values()]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """Return the storage of one box, in its shape."""
+        for start, stop in self.runs.wanted if not self.runs.values else ():
+            self.runs.values.append((start, torch.empty(stop - start, dtype=self.dtype)))
+        box, _ = self.boxes()[tuple(index.offset)]
+        found = self.run(box.start, box.numel)
+        if found is None:
+            raise CheckpointError(f"no values from {box.offsets} on: expected the boxes of {self!r}")
+        return found.view(box.sizes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,31 +159,23 @@ class Box:
     sizes: tuple[int, ...]
     start: int
     """First element in the flattened tensor."""
-    numel: int
 
-
-def whole(shape: Sequence[int]) -> Box:
-    """Return the box that covers a whole tensor, which may have no dimensions or no elements."""
-    return Box((0,) * len(shape), tuple(shape), 0, math.prod(shape))
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.sizes)
 
 
 def cover(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """Yield, in order, at most `2 * len(shape) - 1` disjoint boxes that hold the elements `start` to `stop`.
 
     A run begins in the middle of a row, goes on over whole rows, and ends in the middle of a row. The part in one row
-    is a run of a tensor with one dimension less.
-
-    Args:
-        shape: Shape of the tensor.
-        start: First element in row-major order.
-        stop: One past the last element.
+    is a run of a tensor with one dimension less. A tensor without elements is one box.
     """
-    if start >= stop:
-        return
-    if not shape:
-        yield whole(shape)
-        return
     row = math.prod(shape[1:])
+    if not shape or not math.prod(shape):
+        yield Box((0,) * len(shape), tuple(shape), 0)
+        return
     first, last = -(-start // row), stop // row
     if first > last:
         yield from _within(shape, last, start, stop)
@@ -58,124 +183,15 @@ def cover(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     yield from _within(shape, first - 1, start, first * row)
     if first < last:
         rest = (0,) * (len(shape) - 1)
-        yield Box((first, *rest), (last - first, *shape[1:]), first * row, (last - first) * row)
+        yield Box((first, *rest), (last - first, *shape[1:]), first * row)
     yield from _within(shape, last, last * row, stop)
 
 
 def _within(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[Box]:
     """Yield the boxes of a run that stays in row `index`."""
     base = index * math.prod(shape[1:])
-    for box in cover(shape[1:], start - base, stop - base):
-        yield Box((index, *box.offsets), (1, *box.sizes), box.start + base, box.numel)
-
-
-@dataclasses.dataclass(slots=True)
-class Part:
-    """One box of a tensor."""
-
-    box: Box
-    value: Tensor | None
-    """`(box.numel,)`; None if there is no value yet: such a part is not written, and is allocated when it is read."""
-    is_written_here: bool
-    """Whether this rank offers to write the part; the planner chooses one of the ranks that do."""
-
-    def fill(self, value: Tensor) -> None:
-        """Give a part without a value its values, `(box.numel,)`."""
-        self.value = value
-
-
-class PartedTensor(Tensor):
-    """The shape and dtype of a whole tensor, and the parts of it that this rank writes or reads.
-
-    It has no storage of its own and no arithmetic. `dcp.save` writes the parts that this rank has to write, and
-    `dcp.load` reads all parts; both use the last three methods with double underscores. A part is the same box for
-    writing and reading, on every rank.
-    """
-
-    parts: dict[tuple[int, ...], Part]
-    """By offsets."""
-    shard: Shard
-    """What of it belongs into this rank's model: all of it, unless ranks of a node share the tensor."""
-
-    def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, parts: Iterable[Part], shard: Shard | None = None
-    ) -> "PartedTensor":
-        """Make the tensor; parts must be disjoint."""
-        self: PartedTensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
-        self.parts = {part.box.offsets: part for part in parts}
-        self.shard = shard or Shard(tuple(shape), 0, tuple(shape))
-        return self
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch types it as a function
-        if func is torch.ops.aten.new_empty.default:
-            return cls(args[1], args[0].dtype, (), args[0].shard)  # `dcp.async_save` copies the parts into it
-        raise NotImplementedError(f"{func} of a PartedTensor: it only names values for a checkpoint")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "PartedTensor":
-        parts = copy.deepcopy(list(self.parts.values()), memo)
-        return PartedTensor(self.shape, self.dtype, parts, self.shard)
-
-    def __reduce_ex__(self, _: Any) -> Any:
-        raise CheckpointError(
-            "torch.save or pickle of parallel.state_dict(): expected torch.distributed.checkpoint.save, because each "
-            "rank holds only its own share; for one file, torch.save(model.state_dict(), ...) inside `with "
-            "parallel.settled():`"
-        )
-
-    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]  # torch leaves it untyped
-        return f"PartedTensor({tuple(self.shape)}, {self.dtype}, {len(self.parts)} parts)"
-
-    def content(self) -> Tensor | None:
-        """Return what of it belongs into this rank's model, in its shape; None if this rank does not have all of it."""
-        run = self.run(self.shard.offset, math.prod(self.shard.shape))
-        return None if run is None else run.view(self.shard.shape)
-
-    def run(self, start: int, numel: int) -> Tensor | None:
-        """Return a run of elements, `(numel,)`; None if this rank does not have all of them."""
-        if numel == 0:
-            return torch.empty(0, dtype=self.dtype)
-        pieces, found = [], 0
-        for part in sorted(self.parts.values(), key=lambda part: part.box.start):
-            low = max(start, part.box.start) - part.box.start
-            high = min(start + numel, part.box.start + part.box.numel) - part.box.start
-            if low < high:
-                if part.value is None:
-                    return None
-                pieces.append(part.value[low:high])
-                found += high - low
-        if found < numel:
-            return None
-        return torch.cat(pieces) if len(pieces) != 1 else pieces[0]
-
-    def __create_write_items__(self, name: str, _: object) -> list[Any]:
-        """Return what this rank writes."""
-        # Imported here because the checkpoint package takes a second, and a run without checkpoints does not need it.
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        return [
-            WriteItem(
-                index=MetadataIndex(name, part.box.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=_chunk(part.box), properties=TensorProperties(dtype=self.dtype), size=self.shape
-                ),
-            )
-            for part in self.parts.values()
-            if part.is_written_here and part.value is not None
-        ]
-
-    def __create_chunk_list__(self) -> list[Any]:
-        """Return what this rank reads."""
-        return [_chunk(part.box) for part in self.parts.values()]
-
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """Return the storage of one part, in the box's shape."""
-        part = self.parts[tuple(index.offset)]
-        if part.value is None:
-            part.value = torch.empty(part.box.numel, dtype=self.dtype)
-        return part.value.view(part.box.sizes)
+    for box in cover(shape[1:], start - base, stop - base) if start < stop else ():
+        yield Box((index, *box.offsets), (1, *box.sizes), box.start + base)
 
 
 def _chunk(box: Box) -> Any:
@@ -184,118 +200,88 @@ def _chunk(box: Box) -> Any:
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
-Fragments = Sequence[tuple[int, Tensor]]
-"""Runs of one parameter's elements that this rank holds: first element, and values `(numel,)`."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Share:
-    """A run of one parameter's elements that one rank writes."""
-
-    rank: int
-    start: int
-    stop: int
-
-
 class Shares:
-    """The shares of all ranks: the runs that each rank owns, or would own if the optimizer were sharded.
+    """Which rank writes what: the runs that each owns, or would own if the optimizer were sharded.
 
-    A parameter's boxes follow from the shares alone, so every rank cuts it in the same way.
+    Args:
+        layout: Of the job.
+        rank: Among those that the layout deals parameters to: of this node, where nodes hold shards.
+        everyone: This rank among all of the job, and their number; they share what all of them hold alike.
     """
 
-    def __init__(self, layout: Layout, rank: int) -> None:
-        self.rank = rank
-        self._of_slot = [list(_shares_of(layout, slot)) for slot in layout.slots]
+    def __init__(self, layout: Layout, rank: int, everyone: tuple[int, int]) -> None:
+        self._owners, self._everyone = (rank, layout.world_size), everyone
+        self._owned: dict[int, list[Range]] = {}
+        for bucket in sorted(layout.buckets, key=lambda bucket: bucket.start):
+            self._owned.setdefault(bucket.set_index, []).append(bucket.owned_range(*self._owners))
 
     def cut(
-        self, slot: Slot, dtype: torch.dtype, fragments: Fragments = (), *, everywhere: bool
+        self, slot: Slot, dtype: torch.dtype, fragments: Fragments | None, *, everywhere: bool
     ) -> PartedTensor:
-        """Return a tensor in parts that has the shape of a parameter.
+        """Return a tensor in runs that has the shape of a parameter.
 
         Args:
             slot: The parameter.
             dtype: Dtype of the values.
-            fragments: The values that this rank has, of the slot.
-            everywhere: Whether to include the shares of all ranks, or only that of this rank.
+            fragments: The values that this rank has, of the slot; None for a blank one.
+            everywhere: Whether a blank one wants all of the slot, or only what this rank owns.
         """
-        parts = [
-            Part(
-                box,
-                _find(fragments, slot.offset, box) if box.numel else torch.empty(0, dtype=dtype),
-                share.rank == self.rank,
-            )
-            for share in self._of_slot[slot.index]
-            if everywhere or share.rank == self.rank
-            for box in _boxes(slot, share)
-        ]
-        return PartedTensor(slot.whole_shape, dtype, parts, slot.shard)
+        owned = [(slot.offset + start, slot.offset + stop) for start, stop in self._owns(slot)]
+        if fragments is None:
+            all_of_it = [(slot.offset, slot.offset + slot.numel)]
+            runs = Runs(slot.whole_shape, dtype, wanted=all_of_it if everywhere else owned)
+        else:
+            held = [(slot.offset + start, fragment) for start, fragment in fragments]
+            held.sort(key=lambda pair: pair[0])
+            runs = Runs(slot.whole_shape, dtype, held, owned)
+        return PartedTensor(runs, slot.shard)
 
     def uncut(self, value: Tensor, *, blank: bool, alike: bool) -> PartedTensor:
-        """Return a tensor in a single part, or in those that hold this rank's shard of it.
+        """Return a tensor of which this rank holds all, or its shard.
 
         Args:
             value: Gives the shape, the dtype and, unless `blank`, the values.
             blank: Leave the values out.
-            alike: Whether all ranks hold the same values, so that any rank may write them; otherwise rank 0 does.
+            alike: Whether all ranks hold the same values, so that each writes a part; otherwise rank 0 writes it.
         """
         local, shard = shard_of(value)
-        flat = None if blank else local.detach().reshape(-1)
-        if shard is not None:
-            return self.held(shard, value.dtype, flat)
-        return PartedTensor(
-            value.shape, value.dtype, [Part(whole(value.shape), flat, alike or self.rank == 0)]
-        )
+        (rank, ranks), start = (self._everyone, 0) if shard is None else (self._owners, shard.offset)
+        stop = start + local.numel()
+        each = -(-local.numel() // ranks) if alike else local.numel()
+        own = (min(stop, start + rank * each), min(stop, start + (rank + 1) * each))
+        written = [own] if own[0] < own[1] or not rank else []
+        return _one_run(value, start, None if blank else local, written, shard)
 
     def held(self, shard: Shard, dtype: torch.dtype, values: Tensor | None) -> PartedTensor:
-        """Return a tensor of which this rank writes and reads its shard.
-
-        Args:
-            shard: Of this rank.
-            dtype: Dtype of the values.
-            values: Of the shard, `(numel,)`; None if there are none yet.
-        """
-        boxes = cover(shard.whole_shape, shard.offset, shard.offset + math.prod(shard.shape))
-        fragments = [] if values is None else [(0, values)]
-        parts = [Part(box, _find(fragments, shard.offset, box), True) for box in boxes]
-        return PartedTensor(shard.whole_shape, dtype, parts, shard)
+        """Return a tensor of which this rank writes and reads its shard; values None gives a blank one."""
+        run = (shard.offset, shard.offset + math.prod(shard.shape))
+        held = [] if values is None else [(shard.offset, values)]
+        return PartedTensor(Runs(shard.whole_shape, dtype, held, [run], [run]), shard)
 
     def whole(self, slot: Slot, like: Tensor, value: Tensor | None) -> PartedTensor:
-        """Return a number or a tensor of any shape that belongs to a parameter.
+        """Return a number or a tensor of any shape that belongs to a parameter; value None gives a blank one.
 
         A rank that writes the parameter's first element writes it too.
-
-        Args:
-            slot: The parameter.
-            like: Gives the shape and the dtype.
-            value: None if there is none yet.
         """
-        is_first = self._of_slot[slot.index][0].rank == self.rank and slot.offset == 0
-        flat = None if value is None else value.reshape(-1)
-        return PartedTensor(like.shape, like.dtype, [Part(whole(like.shape), flat, is_first)])
+        is_first = slot.offset == 0 and any(start == 0 for start, _ in self._owns(slot))
+        return _one_run(like, 0, value, [(0, like.numel())] if is_first else [], None)
+
+    def _owns(self, slot: Slot) -> Iterator[Range]:
+        """Yield which elements of a slot this rank owns; rank 0 has those that have none."""
+        if not slot.numel and not self._owners[0]:
+            yield 0, 0
+        owned = self._owned.get(slot.set_index, [])
+        for start, stop in owned[bisect_right(owned, slot.start, key=lambda run: run[1]) :]:
+            if start >= slot.stop:
+                break
+            if max(start, slot.start) < min(stop, slot.stop):
+                yield max(start, slot.start) - slot.start, min(stop, slot.stop) - slot.start
 
 
-def _shares_of(layout: Layout, slot: Slot) -> Iterator[Share]:
-    if slot.numel == 0:
-        yield Share(0, 0, 0)
-    for bucket in layout.buckets:
-        low, high = max(slot.start, bucket.start), min(slot.stop, bucket.stop)
-        if bucket.set_index != slot.set_index or low >= high:
-            continue
-        each = bucket.numel // layout.world_size
-        for rank in range((low - bucket.start) // each, (high - 1 - bucket.start) // each + 1):
-            start, stop = bucket.owned_range(rank, layout.world_size)
-            yield Share(rank, max(low, start) - slot.start, min(high, stop) - slot.start)
-
-
-def _boxes(slot: Slot, share: Share) -> Iterator[Box]:
-    if math.prod(slot.whole_shape) == 0:
-        yield whole(slot.whole_shape)
-    yield from cover(slot.whole_shape, slot.offset + share.start, slot.offset + share.stop)
-
-
-def _find(fragments: Fragments, offset: int, box: Box) -> Tensor | None:
-    for first, values in fragments:
-        start = offset + first
-        if start <= box.start and box.start + box.numel <= start + values.numel():
-            return values[box.start - start : box.start - start + box.numel]
-    return None
+def _one_run(
+    like: Tensor, start: int, value: Tensor | None, written: list[Range], shard: Shard | None
+) -> PartedTensor:
+    """Return a tensor of which this rank holds, or wants, one run."""
+    numel = like.numel() if shard is None else math.prod(shard.shape)
+    held = [] if value is None else [(start, value.detach().reshape(-1))]
+    return PartedTensor(Runs(tuple(like.shape), like.dtype, held, written, [(start, start + numel)]), shard)

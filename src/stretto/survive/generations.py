@@ -15,12 +15,12 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stretto import held
 from stretto.checkpoint.load import Restored, load
 from stretto.checkpoint.ranks import Ranks
 from stretto.continuation import Loader
 from stretto.errors import CheckpointError, StrettoError, TornCheckpoint
 from stretto.parallel import DataParallel
+from stretto.share import hold, read_share
 from stretto.survive.copies import Copies
 from stretto.survive.folder import Folder
 from stretto.survive.shares import Generation, Share
@@ -87,9 +87,10 @@ class Memory:
             CommunicationError: A rank died, raised or fell silent; the generation before is whole.
         """
         with parallel.between_updates("keeping a state"):
-            content = held.hold(
-                parallel.continuation(), parallel.strategy.name, loader=loader, extra=extra, copies=False
-            ).written()
+            continuation = parallel.continuation()
+            state = continuation.write()
+            held = hold(continuation, parallel.strategy.name, state, loader, extra, copies=False)
+            content = held.written().joined()
             for listener in parallel.job.model.listeners:
                 listener.committed_is_read()
         own = Share.of(parallel.world_size, content)
@@ -168,7 +169,9 @@ class Memory:
         self._drop([one for one in self._shares if one > chosen])
         mine = [owner for owner, ranks in holders[chosen].items() if _reader(owner, ranks) == parallel.rank]
         restored = load(
-            parallel, [held.read_share(self._shares[chosen][owner].content) for owner in mine], loader=loader
+            parallel,
+            [read_share(self._shares[chosen][owner].content, f"the share of rank {owner}") for owner in mine],
+            loader=loader,
         )
         self._is_doubled = True
         self._double(parallel, copies, chosen, holders[chosen], [machine for _, _, machine, *_ in told])

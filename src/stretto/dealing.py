@@ -1,0 +1,281 @@
+"""A state that ranks hold together, dealt out to those that need it, whoever wrote which share, from files or memory.
+
+What a rank has already does not move. What some rank lacks travels over the group of the job that goes on, one entry at
+a time, from the ranks that write it.
+"""
+
+import dataclasses
+import json
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from stretto.engine.state import State
+from stretto.errors import CheckpointError, ForeignCheckpoint, TornCheckpoint
+from stretto.flat import PartedTensor, Range, Runs
+from stretto.share import Held, Kind, Kinds, read_share
+
+_ROUND_BYTES = 2**25
+"""Every rank has room for so much, a few times, beside its state."""
+_SMALL_BYTES = 64
+"""About what a number takes."""
+
+T = TypeVar("T")
+
+Gather = Callable[[bytes], Sequence[bytes]]
+"""Returns every rank's record, in rank order."""
+
+
+def check_whole(missing: Sequence[str]) -> None:
+    """Check that nothing is missing.
+
+    Raises:
+        TornCheckpoint: Something is.
+    """
+    if missing:
+        raise TornCheckpoint(
+            f"no ranks together hold all of {len(missing)} entries as this job has them, among them {missing[:3]}: "
+            "expected the shares of all ranks, of a job over the same model; go back to a checkpoint"
+        )
+
+
+class Holding:
+    """The state that all ranks of a group hold together, whoever wrote which share; all must make one, and read it.
+
+    Args:
+        shares: What this rank holds: one share as a rule, several where ranks have left, none on a rank that has come.
+        gather: Over the ranks of the job that goes on.
+        round_bytes: What all ranks together send in one round at most, unless a value that cannot be cut has more.
+
+    Raises:
+        CheckpointError: No rank holds anything, or ranks hold states of different jobs or updates.
+    """
+
+    def __init__(self, shares: Sequence[Held], gather: Gather, round_bytes: int = _ROUND_BYTES) -> None:
+        self._shares = shares
+        self._gather = gather
+        told = self._tell([[share.header, share.num_bytes, _told(share.kinds)] for share in shares])
+        self._most_bytes = round_bytes // len(told)
+        headers = [header for found in told for header, *_ in found]
+        if not headers or headers.count(headers[0]) < len(headers):
+            raise CheckpointError(
+                f"expected shares of one job at one update, found {headers or 'none'} (update, strategy, optimizer, "
+                "ranks and layout of each)"
+            )
+        self.step, self.strategy, self.optimizer, self.world_size, self.layout = headers[0]
+        kinds = {name: kind for found in told for *_, kinds in found for name, kind in kinds.items()}
+        self.names = set(kinds)
+        """Every entry that some rank holds."""
+        self.model = {name: kind and Kind.from_json(kind) for name, kind in models(kinds).items()}
+        """What tensors the model's entries are."""
+        num_bytes = sum(num_bytes for found in told for _, num_bytes, _ in found)
+        if any(
+            kind is not None and kind.num_bytes > num_bytes for kind in self.model.values()
+        ):  # before it is made
+            raise TornCheckpoint(
+                "a share names a larger tensor than all of them hold: expected the shares of all ranks; go back to a "
+                "checkpoint"
+            )
+
+    def check(self, optimizer: str, model: State) -> None:
+        """Raise unless the state is of a job over such an optimizer and model.
+
+        Raises:
+            ForeignCheckpoint: Says what differs.
+        """
+        if optimizer != self.optimizer:
+            raise ForeignCheckpoint(
+                f"the checkpoint holds the state of {self.optimizer}, expected {optimizer}: build the optimizer that "
+                "was saved"
+            )
+        check_model(self.model, kinds_of(model))
+
+    def read(self, state: State, *, moves: bool) -> list[str]:
+        """Fill the blank entries of `state`; return the names of those of which ranks do not hold all.
+
+        Args:
+            state: What this rank needs; see `Continuation.blank`.
+            moves: Whether to take everything from the ranks that write it: other ranks go on.
+        """
+        wanted = {name: (into, key) for into, key, name in _places(state)}
+        lacking = sorted(name for name, place in wanted.items() if moves or not self._fill(name, *place))
+        lacked = sorted({name for told in self._tell(lacking) for name in told})
+        arriving = {name: _Arriving(*wanted[name]) for name in lacked if name in wanted}
+        batches = [batch for share in self._shares for batch in self._batches(share, lacked)]
+        for index in range(max(self._tell(len(batches)))):
+            batch = batches[index] if index < len(batches) else None
+            for record in self._gather(b"" if batch is None else batch.written().joined().tobytes()):
+                found = read_share(record, "what ranks give each other of a state").entries if record else {}
+                for name in found.keys() & arriving.keys():
+                    arriving[name].take(found[name])
+        return [name for name, entry in arriving.items() if not entry.put()]
+
+    def _fill(self, name: str, into: dict[str, Any], key: str) -> bool:
+        """Put an entry into its place, out of what this rank holds of it; return whether all of it is there."""
+        wanted = into[key]
+        for entry in (share.entries[name] for share in self._shares if name in share.entries):
+            if not isinstance(wanted, PartedTensor):
+                into[key] = entry
+                return True
+            runs = wanted.runs
+            if isinstance(entry, Runs) and (entry.shape, entry.dtype) == (runs.shape, runs.dtype):
+                found = [
+                    (start, run) for start, stop in runs.wanted if (run := entry.run(start, stop)) is not None
+                ]
+                if len(found) == len(runs.wanted):
+                    runs.values = found
+                    return True
+        return False
+
+    def _batches(self, share: Held, names: Sequence[str]) -> Iterator[Held]:
+        """Yield what a share has written of some entries, as much at a time as may travel."""
+        batch: dict[str, Any] = {}
+        size = 0
+        for name in names:
+            if name not in share.entries or name in share.others:
+                continue
+            for piece in _pieces(share.entries[name], self._most_bytes):
+                more = sum(run.nbytes for _, run in piece.values) if isinstance(piece, Runs) else _size(piece)
+                if batch and size + more > self._most_bytes:
+                    yield dataclasses.replace(share, entries=batch)
+                    batch, size = {}, 0
+                if name in batch:
+                    batch[name].values.extend(piece.values)
+                    batch[name].written.extend(piece.written)
+                else:
+                    batch[name] = piece
+                size += more
+        if batch:
+            yield dataclasses.replace(share, entries=batch)
+
+    def _tell(self, value: Any) -> list[Any]:
+        records = self._gather(zlib.compress(json.dumps(value).encode(), level=1))
+        return [json.loads(zlib.decompress(record)) for record in records]
+
+
+def models(entries: Mapping[str, T]) -> dict[str, T]:
+    """Return those of a state's entries that are the model's, by their names there."""
+    prefix = "model."
+    return {name.removeprefix(prefix): one for name, one in entries.items() if name.startswith(prefix)}
+
+
+def kinds_of(model: State) -> Kinds:
+    """Return what tensors the entries of a model are."""
+    return {
+        name: Kind(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
+        for name, value in model.items()
+    }
+
+
+def check_model(saved: Kinds, model: Kinds) -> None:
+    """Raise unless a saved model has the entries of this one.
+
+    Raises:
+        ForeignCheckpoint: Says what differs.
+    """
+    found = [
+        *(f"{name!r} is missing in the checkpoint" for name in model.keys() - saved.keys()),
+        *(f"{name!r} is not in the model" for name in saved.keys() - model.keys()),
+        *(
+            f"{name!r} is {saved[name] or 'no tensor'} in the checkpoint, {model[name] or 'no tensor'} in the model"
+            for name in model.keys() & saved.keys()
+            if saved[name] != model[name]
+        ),
+    ]
+    if found:
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        raise ForeignCheckpoint(
+            f"the checkpoint is of another model: {'; '.join(sorted(found)[:5])}{more}: expected the model that was "
+            "saved; give buffers that change in training their saved shapes before it is wrapped, or persistent=False"
+        )
+
+
+def _told(kinds: Kinds) -> dict[str, Any]:
+    """Return the names, and the kinds of the model's entries: modules may have to take them before they load."""
+    return {
+        name: kind.as_json() if kind is not None and name.startswith("model.") else None
+        for name, kind in kinds.items()
+    }
+
+
+def _places(state: State) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """Yield of each entry of nested dictionaries where it lies, under which key, and its name."""
+    for part, entries in state.items():
+        if not isinstance(entries, dict):
+            yield state, part, part
+            continue
+        for key in entries:
+            yield entries, key, f"{part}.{key}"
+
+
+def _pieces(entry: Any, most_bytes: int) -> Iterator[Any]:
+    """Yield what a rank writes of an entry in pieces of so many bytes at most, or of one element; a value is whole."""
+    if not isinstance(entry, Runs):
+        yield entry
+        return
+    most = max(1, most_bytes // entry.dtype.itemsize)
+    for start, run in entry.own.values:
+        for begin in range(0, max(1, run.numel()), most):
+            piece = run[begin : begin + most]
+            place = start + begin
+            yield Runs(entry.shape, entry.dtype, [(place, piece)], [(place, place + piece.numel())])
+
+
+class _Arriving:
+    """An entry that comes from other ranks, piece by piece."""
+
+    def __init__(self, into: dict[str, Any], key: str) -> None:
+        self._into, self._key = into, key
+        wanted = into[key]
+        self._runs = wanted.runs if isinstance(wanted, PartedTensor) else None
+        ranges = [] if self._runs is None else self._runs.wanted
+        self._blanks = [(start, torch.empty(stop - start, dtype=wanted.dtype)) for start, stop in ranges]
+        self._came: list[Range] = []
+        self._fits = True
+        self._found: list[Any] = []
+
+    def take(self, piece: Any) -> None:
+        """Take what a rank has written of it; of a value that several have written, the first rank's."""
+        if self._runs is None or not isinstance(piece, Runs):
+            self._fits &= self._runs is None and not isinstance(piece, Runs)
+            self._found.append(piece)
+            return
+        self._fits &= (piece.shape, piece.dtype) == (self._runs.shape, self._runs.dtype)
+        for start, run in piece.values if self._fits else ():
+            stop = start + run.numel()
+            self._came.append((start, stop))
+            first = max(0, bisect_right(self._blanks, start, key=lambda pair: pair[0]) - 1)
+            for place, blank in self._blanks[first:]:
+                if place >= stop:
+                    break
+                begin, end = max(start, place), min(stop, place + blank.numel())
+                if begin < end:
+                    blank[begin - place : end - place] = run[begin - start : end - start]
+
+    def put(self) -> bool:
+        """Put it into its place, and return whether all of it has come."""
+        if self._runs is None:
+            if self._fits and self._found:
+                self._into[self._key] = self._found[0]
+            return self._fits and bool(self._found)
+        joined: list[Range] = []
+        for start, stop in sorted(self._came):
+            if joined and start <= joined[-1][1]:
+                joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+            else:
+                joined.append((start, stop))
+        is_whole = self._fits and all(
+            start == stop or any(first <= start and stop <= last for first, last in joined)
+            for start, stop in self._runs.wanted
+        )
+        if is_whole:
+            self._runs.values = self._blanks
+        return is_whole
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, bytes) else _SMALL_BYTES

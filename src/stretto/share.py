@@ -1,0 +1,345 @@
+"""A share of a state: what one rank holds of a job, as bytes that files, neighbours and connections carry alike.
+
+    mark (8 bytes) | length of the head (8) | digest of the head (16) | head | an entry's content | the next one's | ...
+
+The head is JSON: what is the same on all ranks, and for each entry its name, shape and dtype, the runs of it that
+follow each other in its content, and their digest. An entry that is no tensor is packed (`stretto.packed`). Each
+content begins at a multiple of 64 bytes, so that a tensor can lie in the memory of the bytes, and in that of a file.
+
+Digests are taken of the job's values before anything is copied or written, so what changes on its way is found while
+the job still has it. The digest of the head stands for the share: it names those of all entries.
+"""
+
+import copy
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+
+from stretto.checksums import bytes_of
+from stretto.continuation import Continuation, Loader
+from stretto.engine.state import State
+from stretto.errors import TornCheckpoint
+from stretto.flat import PartedTensor, Range, Runs
+from stretto.optimizer import name_of
+from stretto.packed import pack, unpack
+
+_MARK = b"stretto3"
+_PREFIX_BYTES, _ALIGNED_BYTES = 32, 64
+_SETTINGS = ""
+"""Name of the content in which all small entries are packed together."""
+
+
+class Kind(NamedTuple):
+    """What tensor an entry is."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def as_json(self) -> list[Any]:
+        """Return the fields as plain JSON values."""
+        return [self.shape, str(self.dtype).removeprefix("torch.")]
+
+    @classmethod
+    def from_json(cls, fields: Any) -> "Kind":
+        """Return what `as_json` wrote.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        shape, dtype = fields
+        found = getattr(torch, text(dtype), None)
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"{dtype!r} is no dtype")
+        return cls(counts(shape), found)
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes its elements take."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {self.shape}"
+
+
+Kinds = Mapping[str, Kind | None]
+"""What tensors entries are, by name; None for one that is no tensor."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """What one rank holds of a job at rest."""
+
+    step: int
+    """Committed updates."""
+    strategy: str
+    optimizer: str
+    """The name of its class."""
+    world_size: int
+    """Of the ranks that hold the state together."""
+    layout: str
+    """Digest of the layout."""
+    entries: Mapping[str, Any]
+    """`Runs` of tensors, and whatever else, by name."""
+    others: frozenset[str] = frozenset()
+    """Entries that another rank writes."""
+
+    @property
+    def header(self) -> list[Any]:
+        """What is the same on all ranks that hold the state."""
+        return [self.step, self.strategy, self.optimizer, self.world_size, self.layout]
+
+    @property
+    def kinds(self) -> Kinds:
+        """What tensors the entries are."""
+        return {
+            name: Kind(one.shape, one.dtype) if isinstance(one, Runs) else None
+            for name, one in self.entries.items()
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        runs = (one for one in self.entries.values() if isinstance(one, Runs))
+        return sum(run.nbytes for one in runs for _, run in one.values)
+
+    def written(self) -> "Written":
+        """Return the share that this rank writes, of which digests have been taken."""
+        contents: list[_Content] = []
+        settings = {}
+        for name, entry in self.entries.items():
+            if isinstance(entry, Runs):
+                if own := entry.own.values:
+                    contents.append((name, Kind(entry.shape, entry.dtype), own))
+            elif type(entry) is bytes:
+                contents.append((name, None, [(0, entry)]))
+            elif name not in self.others:
+                settings[name] = entry
+        contents.append((_SETTINGS, None, [(0, pack(settings, "a rank's share of the state"))]))
+        return Written(self.header, contents)
+
+
+_Content = tuple[str, Kind | None, Sequence[tuple[int, Tensor | bytes]]]
+"""An entry: its name, what tensor it is, and pieces of it, each with its first element."""
+
+
+class Written:
+    """A share's bytes, piece by piece: nothing is copied before somebody asks for it."""
+
+    def __init__(self, header: Sequence[Any], contents: Sequence[_Content]) -> None:
+        index = [
+            [
+                name,
+                kind and kind.as_json(),
+                [[start, len(one) if isinstance(one, bytes) else one.numel()] for start, one in pieces],
+                _digest_of(_bytes(one) for _, one in pieces),
+            ]
+            for name, kind, pieces in contents
+        ]
+        head = json.dumps([header, index]).encode()
+        digest = xxhash.xxh3_128(head)
+        self.digest = digest.hexdigest()
+        """Stands for the share."""
+        self._head = _MARK + len(head).to_bytes(8) + digest.digest() + head
+        self._contents = [[one for _, one in pieces] for _, _, pieces in contents]
+        self.num_bytes = len(self._head)
+        for pieces in self._contents:
+            sizes = (len(one) if isinstance(one, bytes) else one.nbytes for one in pieces)
+            self.num_bytes += -self.num_bytes % _ALIGNED_BYTES + sum(sizes)
+
+    def chunks(self) -> Iterator[memoryview | bytes]:
+        """Yield the bytes in order."""
+        yield self._head
+        place = len(self._head)
+        for pieces in self._contents:
+            yield bytes(-place % _ALIGNED_BYTES)
+            place += -place % _ALIGNED_BYTES
+            for one in pieces:
+                content = _bytes(one)
+                place += len(content)
+                yield content
+
+    def joined(self) -> memoryview:
+        """Return a copy of the bytes."""
+        content: memoryview = torch.empty(self.num_bytes, dtype=torch.uint8).numpy().data
+        place = 0
+        for chunk in self.chunks():
+            content[place : place + len(chunk)] = chunk
+            place += len(chunk)
+        return content
+
+
+def read_share(content: bytes | memoryview, where: str, digest: str | None = None) -> Held:
+    """Return the share that has been written as these bytes; tensors lie in their memory, unless it cannot be written.
+
+    Args:
+        content: Of the share.
+        where: What it is, for messages.
+        digest: Its `Written.digest`, where that is known.
+
+    Raises:
+        TornCheckpoint: It is something else, or damaged; names the entry.
+        UnsafeValue: It holds something that only pickle could read.
+    """
+    content = memoryview(bytearray(content) if isinstance(content, bytes) else content)
+    head = content[_PREFIX_BYTES : _PREFIX_BYTES + int.from_bytes(content[8:16])]
+    found = xxhash.xxh3_128(head)
+    if content[:8] != _MARK or content[16:32] != found.digest() or digest not in (None, found.hexdigest()):
+        raise TornCheckpoint(
+            f"{where} is damaged: its head has the xxh3 digest {found.hexdigest()}, expected "
+            f"{digest or bytes(content[16:32]).hex()}; go back to an older checkpoint"
+        )
+    try:
+        (step, strategy, optimizer, world_size, layout), index = json.loads(bytes(head))
+        counts([step, world_size])
+        found_contents = list(_contents(index, _PREFIX_BYTES + len(head)))
+        if (end := found_contents[-1][-1]) != len(content):
+            raise ValueError(f"expected {end} bytes, found {len(content)}")
+    except (ValueError, TypeError, IndexError, RecursionError) as error:
+        raise TornCheckpoint(f"{where} is damaged: {error}") from error
+    entries: dict[str, Any] = {}
+    for name, kind, ranges, expected, begin, end in found_contents:
+        piece = content[begin:end]
+        if (actual := _digest_of([piece])) != expected:
+            raise TornCheckpoint(
+                f"{name or 'settings'!r} is damaged: bytes {begin} to {end} of {where} have the xxh3 digest {actual}, "
+                f"expected {expected}; go back to an older checkpoint"
+            )
+        if kind is None:
+            entries |= {name: bytes(piece)} if name else unpack(piece, f"what {where} has beside tensors")
+            continue
+        values = (
+            torch.frombuffer(piece, dtype=kind.dtype) if end > begin else torch.empty(0, dtype=kind.dtype)
+        )
+        runs = values.split([stop - start for start, stop in ranges])
+        starts = (start for start, _ in ranges)
+        entries[name] = Runs(kind.shape, kind.dtype, list(zip(starts, runs, strict=True)), ranges)
+    return Held(
+        step=step,
+        strategy=text(strategy),
+        optimizer=text(optimizer),
+        world_size=world_size,
+        layout=text(layout),
+        entries=entries,
+    )
+
+
+def hold(
+    continuation: Continuation,
+    strategy: str,
+    state: State,
+    loader: Loader | None,
+    extra: Any,
+    *,
+    copies: bool,
+) -> Held:
+    """Return what this rank holds of a job at rest.
+
+    Args:
+        continuation: Of the job.
+        strategy: Its name.
+        state: What `continuation.write` has returned.
+        loader: This rank's, if its position is to be held.
+        extra: Anything.
+        copies: Hold copies, because the job goes on; otherwise its own tensors, which must stay as they are.
+    """
+    job = continuation.job
+    entries = dict(named(state))
+    others = {
+        name
+        for name, value in entries.items()
+        if not isinstance(value, PartedTensor) and not name.startswith("optimizer.state.")
+    }
+    entries |= named(continuation.write_own(state, loader, extra))
+    found = {
+        name: _copied(value) if copies else value.runs if isinstance(value, PartedTensor) else value
+        for name, value in entries.items()
+    }
+    return Held(
+        step=job.compute.course.steps,
+        strategy=strategy,
+        optimizer=name_of(job.model.optimizer),
+        world_size=job.everyone.world_size,
+        layout=job.layout_digest,
+        entries={
+            name: value
+            for name, value in found.items()
+            if not isinstance(value, Runs) or value.values or value.own.values
+        },
+        others=frozenset(others if job.everyone.rank else ()),
+    )
+
+
+def named(state: State) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of nested dictionaries by name."""
+    for part, entries in state.items():
+        if not isinstance(entries, dict):
+            yield part, entries
+            continue
+        for key, value in entries.items():
+            yield f"{part}.{key}", value
+
+
+def _copied(value: Any) -> Any:
+    if not isinstance(value, PartedTensor):
+        return copy.deepcopy(value)
+    runs = value.runs
+    copies = [(start, run.detach().clone()) for start, run in runs.values]
+    return Runs(runs.shape, runs.dtype, copies, runs.written)
+
+
+def _contents(index: Any, place: int) -> Iterator[tuple[str, Kind | None, list[Range], str, int, int]]:
+    """Yield what a head says of each entry, with the first and the last byte of its content.
+
+    Raises:
+        ValueError: It lies.
+    """
+    for name, kind_fields, pieces, digest in index:
+        kind = None if kind_fields is None else Kind.from_json(kind_fields)
+        ranges = [(start, start + numel) for start, numel in map(counts, pieces)]
+        if kind is not None and any(stop > math.prod(kind.shape) for _, stop in ranges):
+            raise ValueError(f"{text(name)!r} has elements beyond its shape")
+        begin = place + -place % _ALIGNED_BYTES
+        place = begin + sum(stop - start for start, stop in ranges) * (
+            1 if kind is None else kind.dtype.itemsize
+        )
+        yield text(name), kind, ranges, text(digest), begin, place
+
+
+def _bytes(value: Tensor | bytes) -> memoryview:
+    return memoryview(value) if isinstance(value, bytes) else bytes_of(value.cpu()).numpy().data
+
+
+def _digest_of(pieces: Iterable[memoryview]) -> str:
+    found = xxhash.xxh3_64()
+    for piece in pieces:
+        found.update(piece)
+    return found.hexdigest()
+
+
+def text(value: object) -> str:
+    """Return `value` if it is text.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if not isinstance(value, str):
+        raise ValueError(f"expected text, found {str(value)[:40]!r}")
+    return value
+
+
+def counts(values: Any) -> tuple[int, ...]:
+    """Return `values` if they are numbers that count something: whole, not negative, below 2^63.
+
+    Raises:
+        ValueError: They are not.
+    """
+    for value in values:
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise ValueError(f"expected a count, found {str(value)[:40]!r}")
+    return tuple(values)
