@@ -131,7 +131,7 @@ def test_another_format_version_is_foreign(path: Path) -> None:
     refused(path, ForeignCheckpoint, "version 99, expected 3")
     refused(path.parent, ForeignCheckpoint, "version 99, expected 3")
     signed(path, lambda content: content.update(format=2))
-    refused(path, ForeignCheckpoint, "version 2, expected 3: load it with stretto 0.2")
+    refused(path, ForeignCheckpoint, "version 2, expected 3: stretto 0.2 reads it")
 
 
 def with_other_names(model: nn.Module) -> nn.Module:

@@ -32,7 +32,8 @@ NOT_USED = (
     "stretto/guards/",
     "stretto/averaging/",
     "stretto/continuation.py",
-    "stretto/held.py",
+    "stretto/dealing.py",
+    "stretto/share.py",
     "stretto/engine/noisy.py",
     "stretto/noise.py",
 )

@@ -119,10 +119,7 @@ class Manifest:
         return found
 
 
-_OLDER = (
-    "load it with stretto 0.2, and in the same process torch.distributed.checkpoint.save(parallel.state_dict(), ...); "
-    "docs/gone.md shows how this release reads that"
-)
+_OLDER = "stretto 0.2 reads it; docs/gone.md shows how to take parameters, optimizer and step from it"
 
 
 def share_of(folder: Path, rank: int) -> Path:
