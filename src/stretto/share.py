@@ -186,7 +186,7 @@ def read_share(content: bytes | memoryview, where: str, digest: str | None = Non
         TornCheckpoint: It is something else, or damaged; names the entry.
         UnsafeValue: It holds something that only pickle could read.
     """
-    content = memoryview(bytearray(content) if isinstance(content, bytes) else content)
+    content = memoryview(bytearray(content) if isinstance(content, bytes) else content).cast("B")
     head = content[_PREFIX_BYTES : _PREFIX_BYTES + int.from_bytes(content[8:16])]
     found = xxhash.xxh3_128(head)
     if content[:8] != _MARK or content[16:32] != found.digest() or digest not in (None, found.hexdigest()):
