@@ -12,10 +12,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from stretto import Average, DataParallel, DiLoCo, Options
-from stretto.strategies import STRATEGIES as BY_NAME
 from stretto.strategies import Strategy
 from stretto.strategies.ledger import ledger_of
-from tests.docs.pages import DOCS, code_blocks, table
+from tests.docs.pages import DOCS, code_blocks
 from tests.processes import run_ranks
 from tests.sharded.jobs import STRATEGIES, mesh_of
 
@@ -83,22 +82,6 @@ def test_a_rank_holds_what_the_table_says_of_nodes_divided_by_the_shards() -> No
     for found in run_ranks(NODES * SHARDS, measured):
         for strategy, (held, expected) in zip(HELD, found, strict=True):
             assert held == pytest.approx(expected, rel=WITHIN), strategy
-
-
-def test_the_pages_table_of_memory_is_the_ledgers() -> None:
-    for row in table(DOCS / "sharded.md", "tests/sharded/test_page.py"):
-        strategy = BY_NAME[row["strategy"].strip("`")]()
-        of_nodes = {
-            nodes: ledger_of(strategy).memory_bytes(strategy, parameter=4, accumulation=4, world_size=nodes)
-            for nodes in (1, 2)
-        }
-        shared = 2 * (of_nodes[1] - of_nodes[2])
-        alone = of_nodes[1] - shared
-        texts = [f"{alone:g} + {shared:g}/{what}" if shared else f"{alone:g}" for what in "RN"]
-        whole, sharded, on_eight = list(row.values())[1:]
-        assert whole == texts[0]
-        assert sharded == (f"({texts[1]})/L" if shared else f"{texts[1]}/L")
-        assert float(on_eight) == of_nodes[2] / 8
 
 
 def typed(rank: int) -> float:
