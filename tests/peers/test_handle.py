@@ -1,5 +1,7 @@
 """How a stock method's loop begins, ends and counts."""
 
+from typing import Any
+
 import pytest
 from torch import nn
 
@@ -11,22 +13,21 @@ from tests.peers.training import MICRO_BATCHES
 from tests.processes import run_ranks
 
 
-def test_an_unknown_method_lists_those_that_exist() -> None:
+@pytest.mark.parametrize(
+    ("name", "micro_batches", "options", "error", "words"),
+    [
+        ("horovod", 1, {}, UnknownName, "torch-ddp-powersgd, torch-ddp-zero"),
+        ("compute", 0, {}, ConfigError, "at least 1, found 0"),
+        ("torch-ddp", 1, {}, ConfigError, r"torch-ddp needs torch\.distributed"),
+        ("torch-ddp", 1, {"interval": 3}, UnknownName, "torch-ddp has no option 'interval'"),
+    ],
+)
+def test_what_no_stock_method_can_do_is_named(
+    name: str, micro_batches: int, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
     model = training.new_model()
-    with pytest.raises(UnknownName, match="torch-ddp-powersgd, torch-ddp-zero"):
-        make_peer("horovod", model, training.new_optimizer(model), 1)
-
-
-def test_a_stock_method_needs_a_fixed_number_of_micro_batches() -> None:
-    model = training.new_model()
-    with pytest.raises(ConfigError, match="at least 1, found 0"):
-        make_peer("compute", model, training.new_optimizer(model), 0)
-
-
-def test_a_stock_method_needs_a_job() -> None:
-    model = training.new_model()
-    with pytest.raises(ConfigError, match=r"torch-ddp needs torch\.distributed"):
-        make_peer("torch-ddp", model, training.new_optimizer(model), 1)
+    with pytest.raises(error, match=words):
+        make_peer(name, model, training.new_optimizer(model), micro_batches, **options)
 
 
 def test_a_lone_rank_that_only_computes_equals_plain_pytorch() -> None:

@@ -1,6 +1,5 @@
 """Methods whose ranks step alone and average now and then, of torch and other libraries, against loops by hand."""
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,24 +10,16 @@ from torch import Tensor, nn
 
 import stretto as st
 from stretto.errors import ConfigError, UnknownName
-from stretto.groups import Link, register_throttled
 from stretto_lab.peers import make_peer
 from stretto_lab.train.arms import parse_arm, peer_of
 from tests.peers import training
-from tests.peers.training import MICRO_BATCHES, UPDATES, WORLD_SIZE
-from tests.processes import run_ranks
+from tests.peers.training import MICRO_BATCHES, NUM_PARAMETERS, UPDATES, WORLD_SIZE, run_counted
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "peers" / "other_libraries.py"
 ACCELERATE, TORCHFT, HIVEMIND = (
     f"{FILE}:{kind}" for kind in ("AccelerateLocalSGD", "TorchftDiLoCo", "HivemindAverages")
 )
 Parameters = dict[str, Tensor]
-NUM_PARAMETERS = 3 * (6 * 6 + 6) + 6
-
-
-def run_counted(function: Any, *args: Any, link: str = "none") -> list[Any]:
-    prepare = functools.partial(register_throttled, Link.parse(link))
-    return run_ranks(WORLD_SIZE, function, *args, backend="throttled", prepare=prepare)
 
 
 def copy_of(model: nn.Module) -> Parameters:
@@ -114,18 +105,6 @@ def test_hivemind_adds_to_a_replica_how_far_the_mean_was_from_what_left() -> Non
         torch.testing.assert_close(own, copy_of(models[rank]), rtol=0, atol=1e-6)
 
 
-def average_bfloat16(rank: int) -> None:
-    model = training.new_model().bfloat16()
-    with pytest.raises(
-        ConfigError, match=f"rank {rank}: hivemind cannot send torch.bfloat16 with compression=float16"
-    ):
-        make_peer(peer_of(HIVEMIND), model, training.new_optimizer(model), 1)
-
-
-def test_what_hivemind_cannot_pack_is_refused_before_it_starts() -> None:
-    run_ranks(WORLD_SIZE, average_bfloat16)
-
-
 def our_diloco(rank: int, options: dict[str, Any]) -> Parameters:
     model = training.new_model()
     parallel = st.DataParallel(
@@ -153,34 +132,27 @@ def test_torchft_sends_a_fragment_at_a_time() -> None:
         assert sent[0] + sent[2] == 4 * NUM_PARAMETERS
 
 
-def refusals(rank: int) -> list[str]:
-    found = []
-    for name, options in (
-        (HIVEMIND, {}),
-        (TORCHFT, {"interval": 100, "fragments": 100}),
-    ):
-        model = training.new_model()
-        with pytest.raises(ConfigError) as caught:
-            make_peer(peer_of(name), model, training.new_optimizer(model), 1, **options)
-        found.append(str(caught.value))
-    return found
+def refusal(rank: int, name: str, dtype: torch.dtype, options: dict[str, Any]) -> str:
+    model = training.new_model().to(dtype)
+    with pytest.raises(ConfigError) as caught:
+        make_peer(peer_of(name), model, training.new_optimizer(model), 1, **options)
+    return str(caught.value)
 
 
-def average_alone(rank: int) -> None:
-    model = training.new_model()
-    with pytest.raises(ConfigError, match="a group of 2 ranks or more; this job has 1"):
-        make_peer(peer_of(HIVEMIND), model, training.new_optimizer(model), 1)
-
-
-def test_hivemind_refuses_a_rank_that_is_alone_because_it_would_wait_for_another() -> None:
-    run_ranks(1, average_alone)
-
-
-def test_what_a_library_cannot_do_is_refused_with_the_cause() -> None:
-    slow, small = run_counted(refusals, link="10mbit")[0]
-    assert "sockets of its own" in slow
-    assert "network namespaces" in slow
-    assert "larger than a fragment" in small
+@pytest.mark.parametrize(
+    ("ranks", "link", "refused", "words"),
+    [
+        (2, "none", (HIVEMIND, torch.bfloat16, {}), "hivemind cannot send torch.bfloat16 with compression=float16"),
+        (1, "none", (HIVEMIND, torch.float32, {}), "a group of 2 ranks or more; this job has 1"),
+        (2, "10mbit", (HIVEMIND, torch.float32, {}), "sockets of its own"),
+        (2, "10mbit", (TORCHFT, torch.float32, {"interval": 100, "fragments": 100}), "larger than a fragment"),
+    ],
+)  # fmt: skip
+def test_what_a_library_cannot_do_is_refused_with_the_cause_before_it_starts(
+    ranks: int, link: str, refused: tuple[Any, ...], words: str
+) -> None:
+    for told in run_counted(refusal, *refused, link=link, world_size=ranks):
+        assert words in told
 
 
 @pytest.mark.parametrize(
@@ -200,12 +172,6 @@ def test_an_arm_of_a_stock_method_takes_its_own_options_and_no_strategys(
 ) -> None:
     with pytest.raises(error, match=words):
         parse_arm(arm)
-
-
-def test_a_method_without_an_option_says_so() -> None:
-    model = training.new_model()
-    with pytest.raises(UnknownName, match="torch-ddp has no option 'interval'"):
-        make_peer("torch-ddp", model, training.new_optimizer(model), 1, interval=3)
 
 
 @pytest.mark.parametrize(

@@ -2,25 +2,17 @@
 
 import functools
 import os
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from stretto.groups import Link, register_throttled
+from stretto_lab.testing import differing
 from tests.peers import training
-from tests.peers.training import MICRO_BATCHES, UPDATES, WORLD_SIZE
+from tests.peers.training import MICRO_BATCHES, NUM_PARAMETERS, UPDATES, WORLD_SIZE, run_counted
 from tests.processes import rank_outcomes, run_ranks
-
-NUM_PARAMETERS = 3 * (6 * 6 + 6) + 6
-
-
-def run_counted(function: Any, *args: Any, link: str = "none") -> list[Any]:
-    prepare = functools.partial(register_throttled, Link.parse(link))
-    return run_ranks(WORLD_SIZE, function, *args, backend="throttled", prepare=prepare)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +69,7 @@ def test_first_updates_of_a_method_that_sends_less_are_those_of_ddp(name: str) -
     """To the bit: neither a hook that only adds up nor weights that differ round in another way."""
     expected, _ = run_counted(training.train, "torch-ddp", 0.05)[0]
     for parameters in run_counted(train_whole, name):
-        assert [key for key in expected if not torch.equal(parameters[key], expected[key])] == []
+        assert differing(expected, parameters) == []
 
 
 def train_compressed(rank: int) -> tuple[dict[str, Tensor], list[int]]:
@@ -90,7 +82,7 @@ def test_powersgd_sends_whole_gradients_first_and_then_matrices_of_rank_one() ->
     thin = 3 * (6 + 6) + 3 * 6 + 6  # two vectors for each matrix, and what has one dimension as it is
     assert sent[0] == 4 * NUM_PARAMETERS
     assert sent[2:] == [4 * thin, 4 * thin]
-    assert [key for key in first if not torch.equal(first[key], second[key])] == []
+    assert differing(first, second) == []
 
 
 def train_in_buckets(rank: int) -> bool:
@@ -112,20 +104,6 @@ def test_powersgd_keeps_the_order_of_its_all_reduces_over_several_buckets() -> N
     assert run_ranks(WORLD_SIZE, train_in_buckets) == [True, True]
 
 
-def ddp_written_by_hand(rank: int) -> dict[str, Tensor]:
-    model = training.new_model()
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = training.new_optimizer(model)
-    for position, (inputs, _) in enumerate(training.shard(rank)):
-        is_last = position % MICRO_BATCHES == MICRO_BATCHES - 1
-        ddp.require_backward_grad_sync = is_last
-        (training.loss_of(ddp, inputs) * (1 / MICRO_BATCHES)).backward()
-        if is_last:
-            optimizer.step()
-            optimizer.zero_grad()
-    return dict(model.state_dict())
-
-
 def ddp_as_a_peer(rank: int) -> dict[str, Tensor]:
     model = training.new_model()
     peer = training.make_peer("torch-ddp", model, training.new_optimizer(model), MICRO_BATCHES)
@@ -136,11 +114,9 @@ def ddp_as_a_peer(rank: int) -> dict[str, Tensor]:
 
 
 def test_ddp_behind_a_slow_link_equals_ddp_on_plain_gloo_to_the_bit() -> None:
-    by_hand = run_ranks(WORLD_SIZE, ddp_written_by_hand)[0]
     plain = run_ranks(WORLD_SIZE, ddp_as_a_peer)[0]
     slow = run_counted(ddp_as_a_peer, link="10mbit,1ms")[1]
-    assert [key for key in by_hand if not torch.equal(plain[key], by_hand[key])] == []
-    assert [key for key in by_hand if not torch.equal(slow[key], by_hand[key])] == []
+    assert differing(plain, slow) == []
 
 
 def look_between_updates(rank: int) -> tuple[float, dict[str, Tensor]]:
@@ -170,7 +146,7 @@ def test_looking_at_a_sharded_model_needs_one_rank_and_changes_nothing() -> None
     undisturbed = run_counted(training.train, "torch-fsdp2")[0][0]
     assert looked[0][0] > 0
     for _, parameters in looked:
-        assert [key for key in undisturbed if not torch.equal(parameters[key], undisturbed[key])] == []
+        assert differing(undisturbed, parameters) == []
 
 
 def outlive_a_rank(rank: int) -> str:

@@ -1,13 +1,16 @@
 """A small job that every method trains, and the plain loop it has to equal."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from stretto.groups import Link, register_throttled
 from stretto.records import Update
 from stretto_lab.peers import Peer, make_peer
+from tests.processes import run_ranks
 
 MICRO_BATCHES = 3
 UPDATES = 4
@@ -26,6 +29,15 @@ class Blocks(nn.Module):
         for layer in self.layers:
             inputs = torch.tanh(layer(inputs))
         return inputs * self.scale
+
+
+NUM_PARAMETERS = 3 * (6 * 6 + 6) + 6
+
+
+def run_counted(function: Any, *args: Any, link: str = "none", world_size: int = WORLD_SIZE) -> list[Any]:
+    """Call a function on ranks behind a link that counts what is sent."""
+    prepare = functools.partial(register_throttled, Link.parse(link))
+    return run_ranks(world_size, function, *args, backend="throttled", prepare=prepare)
 
 
 def new_model() -> nn.Module:
