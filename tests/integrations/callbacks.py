@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tests.draws import draws
 from tests.integrations.regression import Regression, distance, samples, values
 from tests.integrations.ways import EVALUATED, KINDS, make
 
@@ -45,10 +46,11 @@ def of_transformers(rank: int, cases: int) -> list[tuple[str, Outcome, Outcome]]
 
         return {"callbacks": [hooked("on_step_end", ask)]}
 
-    draws, found = random.Random(0), []
+    found = []
     best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
-    for _case in range(cases):
-        patience, steps, at = draws.randint(1, 2), draws.choice([1, 2]), draws.randint(1, 3)
+    for case in draws(cases):
+        draw = random.Random(case)
+        patience, steps, at = draw.randint(1, 2), draw.choice([1, 2]), draw.randint(1, 3)
         saved = {"save_strategy": "steps", "save_steps": steps, **best}
         ways: dict[str, Callable[[], dict[str, Any]]] = {
             "EarlyStopping": lambda patience=patience, saved=saved: {
@@ -63,13 +65,13 @@ def of_transformers(rank: int, cases: int) -> list[tuple[str, Outcome, Outcome]]
             "asks to save": lambda at=at: asks("should_save", at),
             "asks to stop": lambda at=at: asks("should_training_stop", at),
         }
-        name, length = draws.choice([*ways]), draws.choice([1, 2])
+        name, length = draw.choice([*ways]), draw.choice([1, 2])
         outcomes = []
         for kind in KINDS:
             settings = {**EVALUATED, **ways[name](), "gradient_accumulation_steps": length, "model": Noted()}
-            trainer = make(kind, f"callbacks-{_case}", **settings)
+            trainer = make(kind, f"callbacks-{case}", **settings)
             trainer.train()
-            outcomes.append(outcome_of(trainer, f"callbacks-{_case}-{kind}"))
+            outcomes.append(outcome_of(trainer, f"callbacks-{case}-{kind}"))
         found.append((name, *outcomes))
     return found
 
@@ -80,17 +82,21 @@ def outcome_of(trainer: Any, folder: str) -> Outcome:
     return [*values(trainer.model), trainer.model.note.clone()], trainer.state.global_step, files, losses
 
 
-def asked_on_one_rank(rank: int) -> dict[str, Outcome]:
+ASKED = {
+    ("on_step_end", "should_save"): (4, ["checkpoint-2"]),
+    ("on_step_end", "should_evaluate"): (4, []),
+    ("on_step_end", "should_training_stop"): (2, []),
+    ("on_substep_end", "should_training_stop"): (2, []),
+    ("on_evaluate", "should_training_stop"): (2, []),
+    ("on_step_end", "should_epoch_stop"): (4, []),
+}
+"""Hooks of callbacks and what one asks for there; updates and checkpoints that come of it."""
+
+
+def asked_on_one_rank(rank: int) -> dict[tuple[str, str], Outcome]:
     """Ask on rank 1 alone, at a step or inside one; return what comes of it."""
     found = {}
-    for hook, flag in (
-        ("on_step_end", "should_save"),
-        ("on_step_end", "should_evaluate"),
-        ("on_step_end", "should_training_stop"),
-        ("on_substep_end", "should_training_stop"),
-        ("on_evaluate", "should_training_stop"),
-        ("on_step_end", "should_epoch_stop"),
-    ):
+    for hook, flag in ASKED:
 
         def ask(state: Any, control: Any, _: Any, flag: str = flag) -> None:
             if rank and state.global_step == 2:
@@ -100,7 +106,7 @@ def asked_on_one_rank(rank: int) -> dict[str, Outcome]:
         name = f"{flag}-{hook}"
         trainer = make("ours", name, callbacks=[hooked(hook, ask)], model=Noted(), **evaluated)
         trainer.train()
-        found[f"{hook} {flag}"] = outcome_of(trainer, f"{name}-ours")
+        found[hook, flag] = outcome_of(trainer, f"{name}-ours")
     return found
 
 
@@ -122,10 +128,11 @@ def of_lightning(
 
         return type("Writes", (known.Callback,), dict.fromkeys(hooks, write))()
 
-    draws, found = random.Random(1), []
-    for case in range(cases):
-        folder, steps, top = f"callbacks-{case}", draws.choice([1, 2, 3]), draws.choice([1, 2, -1])
-        patience = draws.randint(0, 2)
+    found = []
+    for case in draws(cases):
+        draw = random.Random(case)
+        folder, steps, top = f"callbacks-{case}", draw.choice([1, 2, 3]), draw.choice([1, 2, -1])
+        patience = draw.randint(0, 2)
         ways: dict[str, Callable[[], Any]] = {
             "EarlyStopping": lambda patience=patience: known.EarlyStopping(
                 "loss", min_delta=0.4, patience=patience
@@ -141,11 +148,11 @@ def of_lightning(
             "buffer in validations": lambda: writes("on_validation_epoch_end"),
             "buffer at the end": lambda: writes("on_train_epoch_end", "on_train_end"),
         }
-        name = draws.choice([*ways])
+        name = draw.choice([*ways])
         settings = {
-            "accumulate_grad_batches": draws.choice([1, 2]),
-            "val_check_interval": draws.choice([1.0, 2]),
-            "max_epochs": draws.choice([1, 3]),
+            "accumulate_grad_batches": draw.choice([1, 2]),
+            "val_check_interval": draw.choice([1.0, 2]),
+            "max_epochs": draw.choice([1, 3]),
         }
         outcomes = [fit(kind, [ways[name]()], folder, **settings) for kind in kinds]
         found.append((name, *outcomes))

@@ -69,6 +69,16 @@ def texts(count: int, seed: int = 0) -> list[dict[str, Tensor]]:
     return found
 
 
+def language(**settings: Any) -> dict[str, Any]:
+    """Return arguments of a Trainer for a tiny GPT-2, whose ranks have unequal tokens.
+
+    On two ranks an epoch has ten batches: the last of its accumulations has two.
+    """
+    own = {"model": tiny_gpt2(), "train_dataset": texts(40), "eval_dataset": texts(8, seed=1)}
+    often = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
+    return {"gradient_accumulation_steps": 4, "max_steps": 8, "warmup_steps": 2, **own, **often, **settings}
+
+
 def losses(logs: list[dict[str, Any]], key: str = "loss") -> list[float]:
     """One number of every log that has it."""
     return [log[key] for log in logs if key in log]

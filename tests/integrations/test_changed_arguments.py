@@ -1,15 +1,13 @@
 """An argument that a job has taken over, changed by a callback while it trains, ends the run in one line."""
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integrations import test_lightning, test_transformers
+from tests.integrations import fits, ways
+from tests.integrations.fits import loader, odd, trainer_of
 from tests.integrations.regression import said
-from tests.integrations.test_lightning_alone import plain
-from tests.integrations.test_lightning_ways import loader, trainer_of
 from tests.integrations.ways import make
 from tests.processes import run_ranks
 
@@ -20,7 +18,7 @@ OF_TRANSFORMERS = {"gradient_accumulation_steps": 3, "max_grad_norm": 0.5}
 def changed_in_lightning(rank: int) -> dict[str, str]:
     import lightning.pytorch.callbacks as known
 
-    test_lightning.silence()
+    fits.silence()
     found = {}
     for name, value in OF_LIGHTNING.items():
 
@@ -29,20 +27,20 @@ def changed_in_lightning(rank: int) -> dict[str, str]:
 
         changes = type("Changes", (known.Callback,), {"on_train_batch_end": change})
         trainer = trainer_of("ours", callbacks=[changes()])
-        found[name] = said(lambda trainer=trainer: trainer.fit(plain()(), loader()))
+        found[name] = said(lambda trainer=trainer: trainer.fit(odd()(), loader()))
     return found
 
 
 def without_optimizer(rank: int) -> str:
-    test_lightning.silence()
-    nothing = type("Nothing", (plain(),), {"configure_optimizers": lambda _: None})
+    fits.silence()
+    nothing = type("Nothing", (odd(),), {"configure_optimizers": lambda _: None})
     return said(lambda: trainer_of("ours").fit(nothing(), loader()))
 
 
 def changed_in_transformers(rank: int) -> dict[str, str]:
     import transformers
 
-    test_transformers.silence()
+    ways.silence()
     found = {}
     for name, value in OF_TRANSFORMERS.items():
 
@@ -55,12 +53,9 @@ def changed_in_transformers(rank: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("library", ["lightning", "transformers"])
-def test_the_line_names_the_argument_and_both_values(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
-) -> None:
+def test_the_line_names_the_argument_and_both_values(library: str) -> None:
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
-    monkeypatch.chdir(tmp_path)
     program = {"lightning": changed_in_lightning, "transformers": changed_in_transformers}[library]
     (found,) = run_ranks(1, program, backend=None)
     for name, line in found.items():

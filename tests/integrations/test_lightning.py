@@ -1,340 +1,551 @@
-"""`StrettoStrategy` beside Lightning's own DDP, on two ranks: the same data, settings and seeds."""
+"""`StrettoStrategy` beside Lightning's own DDP, whatever its Trainer does: equal to it, or refused at the start."""
 
-import dataclasses
+import contextlib
+import copy
 import importlib.util
-import logging
-import warnings
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import stretto
-from stretto import ACCO, Strategy, WeightPrediction, errors
+from stretto import ACCO, DPU, WeightPrediction
 from tests.bits import unequal
 from tests.docs.pages import DOCS, code_blocks
+from tests.draws import draws
+from tests.integrations.callbacks import differences, of_lightning
+from tests.integrations.fits import asking, loader, looking, odd, silence, trainer_of
 from tests.integrations.language import as_under_torchrun, texts, tiny_gpt2
+from tests.integrations.regression import distance, said, values
+from tests.integrations.ways import KINDS, TOLERANCE
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None, reason="lightning is not installed: stretto[lightning]"
 )
 TRAINER, FABRIC = code_blocks(DOCS / "integrations.md", "tests/integrations/test_lightning.py")
-EPOCHS = 4
+Seen = dict[str, Any]
 OVERLAPPING = {"acco": ACCO(), "wp": WeightPrediction()}
-BY_STEPS = {"interval": "step"}
 SELDOM = {"by epochs": {"interval": "epoch"}, "by every eighth batch": {"interval": "step", "frequency": 8}}
 """How often a schedule turns that the job does not turn itself."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What one rank saw of one training."""
-
-    losses: list[float]
-    """Of each batch."""
-    validated: list[float]
-    """The loss of each validation, of all ranks."""
-    rates: list[float]
-    """The learning rate that is shown before each batch."""
-    parameters: list[Tensor]
-    files: list[str]
-    steps: list[tuple[int, int]]
-    """After each batch, Lightning's and the job's."""
-    turned: list[int]
-    """How often the schedule was turned, at the end."""
+def fit(kind: str, instance: Any, **settings: Any) -> Any:
+    trainer = trainer_of(kind, **settings)
+    trainer.fit(instance, loader(), loader(4))
+    return trainer
 
 
-def module(seen: Run, schedule: Mapping[str, Any] = BY_STEPS) -> Any:
-    """A tiny GPT-2 with a warm-up."""
-    import lightning
-
-    class Language(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = tiny_gpt2()
-
-        def training_step(self, batch: Any, index: int) -> Tensor:
-            loss: Tensor = self.network(**batch).loss
-            seen.losses.append(loss.item())
-            return loss
-
-        def validation_step(self, batch: Any, index: int) -> None:
-            self.log("val_loss", self.network(**batch).loss, sync_dist=True)
-
-        def on_validation_epoch_end(self) -> None:
-            if not self.trainer.sanity_checking:
-                seen.validated.append(self.trainer.callback_metrics["val_loss"].item())
-
-        def on_train_batch_start(self, batch: Any, index: int) -> None:
-            seen.rates.append(self.optimizers().param_groups[0]["lr"])
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
-            if (job := getattr(self.trainer.strategy, "parallel", None)) is not None:
-                seen.steps.append((self.trainer.global_step, job.steps))
-
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.network.parameters(), lr=1e-2)
-            warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.2, total_iters=5)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warm_up, **schedule}}
-
-    return Language()
-
-
-def trainer_of(name: str, strategy: Strategy | None = None, keep: int = 2, **settings: Any) -> Any:
-    """Return a Trainer under Lightning's DDP, where the name ends with "stock", or under ours."""
-    import lightning
-    from lightning.pytorch.callbacks import ModelCheckpoint
-    from lightning.pytorch.strategies import DDPStrategy
-
-    from stretto.integrations.lightning import StrettoStrategy
-
-    kind = {"process_group_backend": "gloo"}
-    saving = ModelCheckpoint(dirpath=name, save_top_k=keep, monitor="val_loss", save_last="link")
-    return lightning.Trainer(
-        **{
-            "strategy": DDPStrategy(**kind) if name.endswith("stock") else StrettoStrategy(strategy, **kind),
-            "accelerator": "cpu",
-            "devices": 2,
-            "max_epochs": EPOCHS,
-            "accumulate_grad_batches": 4,  # ten batches in an epoch: the last accumulation has two
-            "callbacks": [saving],
-            "logger": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            **settings,
+def odd_runs() -> list[Any]:
+    """Random batches that are left out, epochs that end early, trainings that stop; return both kinds' ends."""
+    found = []
+    for seed in draws(100):
+        draw = random.Random(seed)
+        rate = draw.choice([0.1, 0.4, 0.8])
+        chosen = {
+            "none": {index for index in range(30) if draw.random() < rate},
+            "ends": {draw.randrange(14)} if draw.random() < 0.5 else set(),
+            "stops": {draw.randrange(3, 14)} if draw.random() < 0.3 else set(),
+            "optimizer": draw.choice(["SGD", "AdamW"]),
         }
+        settings = {
+            "accumulate_grad_batches": draw.choice([1, 2, 3, 4]),
+            "val_check_interval": draw.choice([1.0, 3]),
+            "gradient_clip_val": draw.choice([None, None, 0.1]),
+        }
+        ends = []
+        for kind in KINDS:
+            instance = looking(odd()(**chosen))
+            trainer = trainer_of(kind, **settings)
+            trainer.fit(instance, loader(14), loader(2))
+            ends.append((values(instance), trainer.global_step, instance.seen))
+        steps, is_exact = trainer.strategy.parallel.steps, settings["gradient_clip_val"] is None
+        found.append((is_exact, distance(ends[0][0], ends[1][0]), ends[0][1:], ends[1][1:], steps))
+    return found
+
+
+HOOKS = (
+    "on_fit_start",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_before_zero_grad",
+    "on_train_batch_end",
+    "on_validation_start",
+    "on_validation_batch_end",
+    "on_validation_epoch_end",
+    "on_validation_end",
+    "on_train_epoch_end",
+)
+
+
+def asked_alone(rank: int) -> list[Any]:
+    """Have one rank ask under ours, and all ranks under DDP; return both outcomes of each case.
+
+    To stop, at any hook of the module or a callback; or to skip the rest of the epoch.
+    """
+    import lightning.pytorch.callbacks as known
+
+    found = []
+    for case in draws(40):
+        draw = random.Random(case)
+        name, asker, at = draw.choice(["zero1", "acco", "dpu"]), draw.randrange(2), draw.randint(1, 7)
+        hook, by = draw.choice(HOOKS), draw.choice(["module", "callback"])
+        skips = draw.random() < 0.25
+        if skips:
+            hook, by = "on_train_batch_start", "module"
+        settings = {
+            "accumulate_grad_batches": draw.choice([2, 3] if name == "acco" else [1, 2, 3]),
+            # With what overlaps, a validation under way changes the numbers.
+            "val_check_interval": draw.choice([1.0, 2]) if name == "zero1" else 1.0,
+            "gradient_clip_val": draw.choice([None, 0.1]),
+            "max_epochs": 3,
+        }
+        optimizer, ends = draw.choice(["SGD", "AdamW"]), []
+        for kind, strategy in (("stock", None), ("ours", {"acco": ACCO(), "dpu": DPU()}.get(name))):
+
+            def ask(trainer: Any, asks: bool = kind == "stock" or rank == asker, skips: bool = skips) -> Any:
+                trainer.should_stop |= asks and not skips
+                return -1 if asks and skips else None
+
+            module = odd()(optimizer=optimizer)
+            if by == "module":
+                module = asking(odd(), hook, at, ask, optimizer=optimizer)
+            callbacks = [asking(known.Callback, hook, at, ask)] if by == "callback" else []
+            trainer = trainer_of(kind, strategy, devices=2, callbacks=callbacks, **settings)
+            trainer.fit(module, loader(20), loader(4))
+            ends.append(((trainer.global_step, trainer.current_epoch), values(module), module.seen))
+        job = trainer.strategy.parallel
+        ended = job.steps, job.job.compute.lifetime.has_finished
+        found.append(((case, name, asker, hook, at, by, skips, settings), *ends, *ended))
+    return found
+
+
+def with_callbacks(kind: str, callbacks: list[Any], folder: str, **settings: Any) -> tuple[Any, ...]:
+    """Train on two ranks with these callbacks, which see a loss of all ranks; return what it comes to."""
+    instance = odd()(logs=True)
+    instance.register_buffer("note", torch.zeros(3))
+    for one in callbacks:
+        if hasattr(one, "dirpath"):
+            one.dirpath = str(Path(kind, folder).resolve())
+    trainer = trainer_of(
+        kind,
+        devices=2,
+        callbacks=callbacks,
+        enable_checkpointing=any(hasattr(one, "dirpath") for one in callbacks),
+        **settings,
     )
+    trainer.fit(instance, loader(), loader(4))
+    files = sorted(path.name for path in Path(kind, folder).glob("*.ckpt"))
+    return [*values(instance), instance.note.clone()], trainer.global_step, files, instance.seen
 
 
-def validation() -> Any:
-    return torch.utils.data.DataLoader(texts(8, seed=1), batch_size=2)
+def averaged(devices: int) -> dict[str, list[tuple[Any, ...]]]:
+    """Train with Lightning's averages; return what the model is at the end, and in a file."""
+    from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
+
+    found: dict[str, list[tuple[Any, ...]]] = {}
+    kinds = {"stock": ("stock", None), "zero1": ("ours", None), "acco": ("ours", ACCO())}
+    for make in (lambda: EMAWeightAveraging(decay=0.9), WeightAveraging):
+        for name, (kind, strategy) in kinds.items():
+            callback, instance = make(), odd()()
+            folder = f"average-{devices}-{type(callback).__name__}-{name}"
+            saving = ModelCheckpoint(folder, filename="last", every_n_epochs=2)
+            settings: Seen = {"strategy": strategy} if kind == "ours" else {}
+            trainer = trainer_of(
+                kind, devices=devices, callbacks=[saving, callback], enable_checkpointing=True, **settings
+            )
+            trainer.fit(instance, loader(24), loader(8))
+            saved = torch.load(f"{folder}/last.ckpt", weights_only=False)["state_dict"]
+            found.setdefault(type(callback).__name__, []).append(
+                (values(instance), instance.seen, list(saved.values()))
+            )
+    return found
 
 
-def train(
-    name: str, resume: str | None = None, schedule: Mapping[str, Any] = BY_STEPS, **settings: Any
-) -> Run:
-    """Train with the Trainer of this name."""
-    seen = Run([], [], [], [], [], [], [])
-    model = module(seen, schedule)
-    torch.manual_seed(1)
-    trainer = trainer_of(name, **settings)
-    trainer.fit(model, torch.utils.data.DataLoader(texts(40), batch_size=2), validation(), ckpt_path=resume)
-    seen.parameters.extend(parameter.detach().clone() for parameter in model.parameters())
-    seen.files.extend(sorted(path.name for path in Path(name).iterdir()))
-    seen.turned.append(trainer.lr_scheduler_configs[0].scheduler.last_epoch)
-    return seen
+def saved(kind: str, folder: str, resume: str | None = None, keep: int = 2, **settings: Any) -> Seen:
+    """Train three epochs of ten batches on two ranks, of which the last accumulation has two; keep some files."""
+    import lightning.pytorch.callbacks as known
+
+    instance, steps = odd()(logs=True), []
+
+    def note(trainer: Any, *_: Any) -> None:
+        steps.append((trainer.global_step, trainer.strategy.parallel.steps))
+
+    saving = known.ModelCheckpoint(folder, save_top_k=keep, monitor="loss", save_last="link")
+    callbacks = [saving, known.LambdaCallback(on_train_batch_end=None if kind == "stock" else note)]
+    chosen = {"accumulate_grad_batches": 4, "max_epochs": 3, "enable_checkpointing": True, **settings}
+    trainer = trainer_of(kind, devices=2, callbacks=callbacks, **chosen)
+    trainer.fit(instance, loader(40), loader(8), ckpt_path=resume)
+    return {
+        "seen": instance.seen,
+        "parameters": values(instance),
+        "files": sorted(path.name for path in Path(folder).iterdir()),
+        "steps": steps,
+        "turned": trainer.lr_scheduler_configs[0].scheduler.last_epoch,
+        "validated": trainer.callback_metrics["loss"].item(),
+    }
 
 
 def validated(file: str) -> float:
     """The loss of a saved model, as Lightning's own strategy finds it."""
-    trainer = trainer_of("reader-stock")
-    (metrics,) = trainer.validate(
-        module(Run([], [], [], [], [], [], [])), validation(), ckpt_path=file, verbose=False
-    )
-    loss: float = metrics["val_loss"]
-    return loss
+    reader = trainer_of("stock", devices=2)
+    (metrics,) = reader.validate(odd()(logs=True), loader(8), ckpt_path=file, verbose=False)
+    return metrics["loss"]
 
 
-def of_the_page() -> dict[str, Any]:
+def of_the_page() -> Seen:
     """Run both blocks of the page, and the loop of Fabric's own documentation."""
     import lightning
 
-    model = module(Run([], [], [], [], [], [], []))
-    loader = torch.utils.data.DataLoader(texts(40), batch_size=2)
-    names: dict[str, Any] = {"module": model, "loader": loader, "validation": validation()}
-    on_cpu = TRAINER.replace(
-        "devices=2", "devices=2, accelerator='cpu', logger=False, enable_checkpointing=False"
-    )
-    exec(compile(on_cpu, "integrations.md", "exec"), names)
-    found: dict[str, Any] = {"page": names["trainer"].strategy.parallel.steps}
+    names: Seen = {"module": odd()(), "loader": loader(40), "validation": loader(8)}
+    on_cpu = "devices=2, accelerator='cpu', logger=False, enable_checkpointing=False"
+    exec(compile(TRAINER.replace("devices=2", on_cpu), "integrations.md", "exec"), names)
+    found: Seen = {"page": names["trainer"].strategy.parallel.steps}
     for kind in ("fabric-stock", "fabric"):
         model = tiny_gpt2()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        loader = torch.utils.data.DataLoader(texts(32), batch_size=2)
+        batches = torch.utils.data.DataLoader(texts(32), batch_size=2)
         fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy="ddp")
         if kind == "fabric":
-            names = {"fabric": fabric, "model": model, "optimizer": optimizer, "loader": loader}
+            names = {"fabric": fabric, "model": model, "optimizer": optimizer, "loader": batches}
             names |= {"stretto": stretto, "loss_function": lambda model, batch: model(**batch).loss}
             exec(compile(FABRIC, "integrations.md", "exec"), names)
         else:
             fabric.launch()
             wrapped, stepped = fabric.setup(model, optimizer)
-            for index, batch in enumerate(fabric.setup_dataloaders(loader), start=1):
+            for index, batch in enumerate(fabric.setup_dataloaders(batches), start=1):
                 with fabric.no_backward_sync(wrapped, enabled=index % 4 != 0):
                     fabric.backward(wrapped(**batch).loss / 4)
                 if index % 4 == 0:
                     stepped.step()
                     stepped.zero_grad()
-        found[kind] = [parameter.detach().clone() for parameter in model.parameters()]
+        found[kind] = values(model)
     return found
 
 
-def silence() -> None:
-    warnings.simplefilter("ignore")  # Lightning has many
-    logging.getLogger("lightning").setLevel(logging.ERROR)
+def exceptional(name: str, devices: int, fails: int, *, alone: bool = False) -> tuple[str, list[str]]:
+    """Fail at a batch, perhaps on rank 1 alone, with callbacks that save then; return the cause and the files."""
+    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+
+    folder = f"exception-{name}-{fails}"
+    saving = [OnExceptionCheckpoint(folder), ModelCheckpoint(folder, save_on_exception=True)]
+    kind = "stock" if name == "stock" else "ours"
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    fails_here = None if alone and rank == 0 else fails
+    trainer = trainer_of(kind, devices=devices, callbacks=saving, enable_checkpointing=True)
+    cause = said(lambda: trainer.fit(odd()(fails=fails_here), loader(24), loader(8)))
+    return cause, sorted(path.name for path in Path(folder).rglob("*.ckpt"))
 
 
-def two_ranks(rank: int) -> dict[str, Any]:
+def two_ranks(rank: int) -> Seen:
     as_under_torchrun(rank)
     silence()
-    clipped: dict[str, Any] = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 3, "max_epochs": 2}
-    found: dict[str, Any] = {
-        "stock": train("stock"),
-        "ours": train("ours"),
-        "ours-resumed": train("resumed", "ours/epoch=2-step=9.ckpt"),
-        "clipped-stock": train("clipped-stock", **clipped),
-        "clipped": train("clipped", **clipped),
-    }
-    for name, strategy in OVERLAPPING.items():
-        settings: dict[str, Any] = {"strategy": strategy, "keep": -1, "max_epochs": 3}
-        found[name] = train(name, **settings)
-        found[f"{name}-resumed"] = train(f"{name}-resumed", f"{name}/epoch=1-step=6.ckpt", **settings)
+    found: Seen = {"averaged": averaged(2)}
+
+    def leaves_out() -> None:
+        trainer = trainer_of("ours", devices=2)
+        trainer.fit(odd()(none={3} if rank else set()), loader(24), loader(8))
+
+    found["hook"] = said(lambda: trainer_of("ours", devices=2).fit(looking(odd()()), loader()))
+    found["asked"] = asked_alone(rank)
+    found["callbacks"] = of_lightning(with_callbacks, 12)
+    found["clock"] = {kind: clocked(kind, devices=2) for kind in KINDS}
+    found["refused"] = refusals(devices=2)
+    found["none"] = said(leaves_out)
+    found["stock"] = saved("stock", "of ddp")
+    for name, strategy in {"zero1": None, **OVERLAPPING}.items():
+        settings = {"strategy": strategy, "keep": 2 if name == "zero1" else -1}
+        found[name] = saved("ours", name, **settings)
+        resumed = saved("ours", f"{name}-resumed", f"{name}/epoch=1-step=6.ckpt", **settings)
+        found[f"{name}-resumed"] = resumed
         # Eight batches are two accumulations: a validation inside an epoch.
-        inside = {**settings, "max_epochs": 1, "val_check_interval": 8}
-        found[f"{name}-inside"] = train(f"{name}-inside", **inside)
-        found[f"{name}-saved"] = validated(f"{name}-inside/epoch=0-step=2.ckpt")
-    return found | of_the_page()
+        inside = saved("ours", f"{name}-inside", max_epochs=1, val_check_interval=8, **settings)
+        found[f"{name}-inside"] = inside, validated(f"{name}-inside/epoch=0-step=2.ckpt")
+    return {**found, **of_the_page()}
+
+
+def fails_alone(rank: int, fails: int) -> tuple[str, list[str]]:
+    as_under_torchrun(rank)
+    silence()
+    return exceptional("alone", 2, fails, alone=True)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What rank 0 saw; both ranks work in one folder."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("trainers"))
-        return run_ranks(2, two_ranks)[0]
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
+    """What both ranks saw."""
+    with contextlib.chdir(tmp_path_factory.mktemp("two")):
+        return run_ranks(2, two_ranks)
 
 
-def test_the_default_strategy_equals_ddp_to_the_bit(runs: dict[str, Any]) -> None:
-    """Also in the last, shorter accumulation, which Lightning divides by four too."""
-    stock, ours = runs["stock"], runs["ours"]
-    assert ours.losses == stock.losses
-    assert ours.validated == stock.validated
-    assert len(ours.validated) == EPOCHS
-    assert ours.rates == stock.rates
-    assert ours.turned == stock.turned == [3 * EPOCHS]
-    assert unequal(ours.parameters, stock.parameters) == []
+@pytest.mark.parametrize("name", ["zero1", *OVERLAPPING])
+def test_a_resumed_run_equals_one_that_never_stopped_to_the_bit(two: list[Seen], name: str) -> None:
+    whole, resumed = two[0][name], two[0][f"{name}-resumed"]
+    assert len(resumed["seen"]) == 10 + 2  # of the last epoch
+    assert resumed["seen"] == whole["seen"][-12:]
+    assert resumed["validated"] == whole["validated"]
+    assert unequal(resumed["parameters"], whole["parameters"]) == []
 
 
-def test_clipped_by_threes_it_equals_ddp(runs: dict[str, Any]) -> None:
-    """A gradient differs by at most 8 roundings, each 2**-24 of it.
-
-    Adam turns this into lr × 8 × 2**-24 per element and step, √8000 times that in norm, and a loss whose gradient has a
-    norm of at most 2 follows: 8 × 0.01 × 4.8e-7 × 90 × 2.
-    """
-    stock, ours = runs["clipped-stock"], runs["clipped"]
-    assert ours.losses == pytest.approx(stock.losses, rel=0, abs=7e-6)
-    assert ours.validated == pytest.approx(stock.validated, rel=0, abs=7e-6)
-    assert (
-        abs(ours.losses[-1] - runs["stock"].losses[len(ours.losses) - 1]) > 1e-4
-    )  # so clipping changed something
-
-
-@pytest.mark.parametrize("name", ["ours", *OVERLAPPING])
-def test_a_resumed_run_equals_one_that_never_stopped_to_the_bit(runs: dict[str, Any], name: str) -> None:
-    whole, resumed = runs[name], runs[f"{name}-resumed"]
-    assert len(resumed.losses) == 10  # of the last epoch
-    assert resumed.losses == whole.losses[-10:]
-    assert resumed.validated == whole.validated[-1:]
-    assert unequal(resumed.parameters, whole.parameters) == []
-
-
-def test_checkpoints_that_are_removed_take_their_folders_with_them(runs: dict[str, Any]) -> None:
-    kept = [name for name in runs["ours"].files if not name.endswith(".stretto")]
-    assert kept == runs["stock"].files
-    files = [name for name in kept if name != "last.ckpt"]  # a link
-    assert sorted([*files, *(f"{name}.stretto" for name in files), "last.ckpt"]) == runs["ours"].files
-
-
-@pytest.mark.parametrize("name", OVERLAPPING)
-def test_what_is_validated_and_saved_is_what_was_committed(runs: dict[str, Any], name: str) -> None:
-    inside = runs[f"{name}-inside"]
-    assert [runs[f"{name}-saved"]] == inside.validated
-    assert inside.steps[7:9] == [(2, 1), (2, 2)]  # the validation lies between
+def test_checkpoints_that_are_removed_take_their_folders_with_them(two: list[Seen]) -> None:
+    files = two[0]["stock"]["files"]
+    folders = [f"{name}.stretto" for name in files if name != "last.ckpt"]  # a link
+    assert sorted([*files, *folders]) == two[0]["zero1"]["files"]
 
 
 @pytest.mark.parametrize(("name", "landing"), [("acco", 6), ("wp", 8)])
-def test_between_validations_an_update_lands_after_its_step(
-    runs: dict[str, Any], name: str, landing: int
+def test_an_update_lands_after_its_step_or_before_a_validation_which_is_what_is_saved(
+    two: list[Seen], name: str, landing: int
 ) -> None:
     """`acco` lands update 1 with the first half of step 2, and `wp` at its end; at the end of an epoch all lands."""
     expected = [(batch // 4, int(batch >= landing)) for batch in range(1, 10)]
-    assert runs[name].steps[:10] == [*expected, (3, 3)]
-    assert runs[name].turned == [9]
-    assert runs[name].validated[-1] < runs[name].validated[0]
+    assert two[0][name]["steps"][:10] == [*expected, (3, 3)]
+    assert two[0][name]["turned"] == 9
+    inside, found = two[0][f"{name}-inside"]
+    assert inside["steps"][7:9] == [(2, 1), (2, 2)]  # the validation lies between
+    assert found == inside["validated"]
 
 
-def test_the_code_of_the_page_trains(runs: dict[str, Any]) -> None:
-    assert runs["page"] == 2 * 3
-    assert unequal(runs["fabric"], runs["fabric-stock"]) == []
+def test_the_code_of_the_page_trains(two: list[Seen]) -> None:
+    assert two[0]["page"] == 2 * 3
+    assert unequal(two[0]["fabric"], two[0]["fabric-stock"]) == []
 
 
-def alone(rank: int) -> dict[str, Any]:
+@pytest.mark.long(keep=1)
+@pytest.mark.parametrize("name", ["EMAWeightAveraging", "WeightAveraging"])
+def test_an_average_is_what_the_model_holds_at_the_end(two: list[Seen], name: str) -> None:
+    """And what validations see and files hold: to the bit, as all is divided by two; also where updates overlap."""
+    (stock, seen, saved), *others = two[0]["averaged"][name]
+    for ours, found_seen, found_saved in others[:1]:
+        assert found_seen == seen
+        assert distance(ours, stock) == distance(found_saved, saved) == 0.0
+    for ours, _, found_saved in others[1:]:  # acco adds halves of an update in another order
+        assert distance(ours, stock) <= 1e-6
+        assert distance(found_saved, saved) <= 1e-6
+
+
+def test_a_rank_that_alone_leaves_a_batch_out_is_named_to_the_others(two: list[Seen]) -> None:
+    assert two[1]["none"].startswith("RuntimeError: Skipping the `training_step`")
+    assert "rank 1" in two[0]["none"]
+    assert "Skipping the `training_step`" in two[0]["none"]
+
+
+def test_a_hook_that_would_see_the_gradients_of_one_rank_is_refused(two: list[Seen]) -> None:
+    words = "ConfigError: StrettoStrategy does not work with Odd.on_after_backward: "
+    assert [found for found in two if not found["hook"].startswith(words)] == []
+
+
+@pytest.mark.parametrize("fails", [4, 5])
+def test_after_an_exception_on_one_rank_its_cause_is_told_and_nobody_waits(fails: int) -> None:
+    """Between accumulations and inside one, although callbacks ask for files."""
+    (told, files), (cause, _) = run_ranks(2, fails_alone, fails)
+    assert cause == "ValueError: a bad sample"
+    assert told.startswith("PeerFailed: rank 0")
+    assert "rank 1, after step 2: ValueError: a bad sample" in told
+    assert files == []
+
+
+def clocked(kind: str, *, devices: int = 1) -> tuple[Any, ...]:
+    """Save after every batch, and go on from the last file inside an accumulation; return what both come to."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    folder = f"clock-{kind}-{devices}"
+    every = timedelta(seconds=0)
+
+    def saving() -> Any:
+        return ModelCheckpoint(folder, filename="{epoch}-{step}", train_time_interval=every, save_top_k=-1)
+
+    settings: Seen = {"accumulate_grad_batches": 4, "enable_checkpointing": True, "max_epochs": 1}
+    settings["devices"] = devices
+    instance = odd()()
+    trainer = trainer_of(kind, callbacks=[saving()], **settings)
+    trainer.fit(instance, loader(22 * devices), loader(4))
+    resumed = odd()()
+    trainer_of(kind, callbacks=[saving()], **settings | {"max_epochs": 2}).fit(
+        resumed, loader(22 * devices), loader(4), ckpt_path=f"{folder}/epoch=0-step=2.ckpt"
+    )
+    files = sorted(path.name for path in Path(folder).glob("*.ckpt"))
+    return values(instance), values(resumed), files
+
+
+def manual() -> Any:
+    instance = odd()()
+    instance.automatic_optimization = False
+    return instance
+
+
+def with_own_clipping() -> Any:
+    instance = odd()()
+    instance.configure_gradient_clipping = lambda *_: None
+    return instance
+
+
+REFUSED: dict[str, Callable[[Any], Seen]] = {
+    "StochasticWeightAveraging": lambda known: {"callbacks": [known.StochasticWeightAveraging(0.1)]},
+    "LearningRateFinder": lambda known: {"callbacks": [known.LearningRateFinder()]},
+    "GradientAccumulationScheduler": lambda known: {
+        "callbacks": [known.GradientAccumulationScheduler({0: 1})],
+        "accumulate_grad_batches": 1,
+    },
+    "BackboneFinetuning": lambda known: {"callbacks": [known.BackboneFinetuning()]},
+    "ModelPruning": lambda known: {"callbacks": [known.ModelPruning("l1_unstructured")]},
+    "LambdaCallback.on_before_optimizer_step": lambda known: {
+        "callbacks": [known.LambdaCallback(on_before_optimizer_step=lambda *_: None)]
+    },
+    "LambdaCallback.on_after_backward": lambda known: {
+        "callbacks": [known.LambdaCallback(on_after_backward=lambda *_: None)],
+        "strategy": ACCO(),
+    },
+    "ModelCheckpoint(train_time_interval=...)": lambda known: {
+        "callbacks": [known.ModelCheckpoint(train_time_interval=timedelta(1))],
+        "enable_checkpointing": True,
+        "strategy": ACCO(),
+    },
+    "manual optimization": lambda _: {"module": manual(), "accumulate_grad_batches": 1},
+    "Odd.configure_gradient_clipping": lambda _: {"module": with_own_clipping()},
+    "precision='16-true'": lambda _: {"precision": "16-true"},
+    "gradient_clip_algorithm='value'": lambda _: {
+        "gradient_clip_val": 1,
+        "gradient_clip_algorithm": "value",
+    },
+}
+"""Settings of the Trainer, and perhaps a module."""
+
+
+def refusals(devices: int) -> dict[str, str]:
+    """Return what is said to each setting that is refused, and to a search for a learning rate."""
+    import lightning.pytorch.callbacks as known
+    from lightning.pytorch.tuner import Tuner
+
+    found = {}
+    for name, settings_of in REFUSED.items():
+        settings = {"module": odd()(), **settings_of(known)}
+        module = settings.pop("module")
+        found[name] = said(lambda m=module, s=settings: fit("ours", m, devices=devices, **s))
+    tuner = Tuner(trainer_of("ours", devices=devices))
+    found["lr_find"] = said(lambda: tuner.lr_find(odd()(), loader(), num_training=4))
+    return found
+
+
+def alone(rank: int) -> Seen:
     silence()
-    found: dict[str, Any] = {
-        "stock": train("stock", max_epochs=1, devices=1),
-        "ours": train("ours", max_epochs=1, devices=1),
-    }
+    import lightning.pytorch.callbacks as known
 
+    from stretto.integrations.lightning import StrettoStrategy
+
+    found: Seen = {"odd": odd_runs(), "refused": refusals(devices=1)}
+    for name in ("ddp_comm_hook", "model_averaging_period", "find_unused_parameters"):
+        found["refused"][name] = said(lambda name=name: StrettoStrategy(**{name: 1}))
+    found["clock"] = {kind: clocked(kind) for kind in KINDS}
     for name, schedule in SELDOM.items():
-        for how, strategy in {"stock": {}, "ours": {"strategy": ACCO()}}.items():
-            trained = train(f"{name}, {how}", schedule=schedule, max_epochs=2, devices=1, **strategy)
-            found[f"{name}, {how}"] = trained.turned
+        for kind in KINDS:
+            settings = {"strategy": ACCO()} if kind == "ours" else {}
+            trainer = fit(kind, odd()(schedule=schedule), **settings)
+            found[f"{name}, {kind}"] = trainer.lr_scheduler_configs[0].scheduler.last_epoch
+    file = "clock-stock-1/epoch=0-step=2.ckpt"
+    found["foreign"] = said(lambda: trainer_of("ours").fit(odd()(), loader(), ckpt_path=file))
+    found["exceptions"] = {(kind, fails): exceptional(kind, 1, fails) for kind in KINDS for fails in (4, 5)}
 
-    def refused(change: Callable[[Any], None] = lambda _: None, **settings: Any) -> str:
-        model = module(Run([], [], [], [], [], [], []))
-        change(model)
-        try:
-            trainer_of("refused", devices=1, **settings).fit(model, validation())
-        except errors.StrettoError as error:
-            return f"{type(error).__name__}: {error}"
-        return "accepted"
+    class Copies(known.Callback):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            self.trainer = trainer
+            found["copies"] = len(copy.deepcopy(trainer.callbacks))
 
-    def manual(model: Any) -> None:
-        model.automatic_optimization = False
-
-    def with_hook(model: Any) -> None:
-        model.configure_gradient_clipping = lambda *_: None
-
-    found["refused"] = {
-        "manual optimization": refused(manual, accumulate_grad_batches=1),
-        "Language.configure_gradient_clipping": refused(with_hook),
-        "precision='16-true'": refused(precision="16-true"),
-        "gradient_clip_algorithm='value'": refused(gradient_clip_val=1, gradient_clip_algorithm="value"),
-    }
-    try:
-        train("foreign", f"stock/{found['stock'].files[0]}", devices=1)
-    except errors.CheckpointError as error:
-        found["foreign"] = str(error)
+    fit("ours", odd()(), callbacks=[Copies()])
+    by_hand = []
+    for kind in KINDS:
+        trainer = trainer_of(kind)
+        instance = odd()(fails=5)
+        said(lambda trainer=trainer, instance=instance: trainer.fit(instance, loader()))
+        trainer.save_checkpoint(f"by-hand-{kind}.ckpt")
+        by_hand.append(list(torch.load(f"by-hand-{kind}.ckpt", weights_only=False)["state_dict"].values()))
+    found["by hand"] = distance(*by_hand)
     return found
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def one(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """What a process by itself saw."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("trainer"))
+    with contextlib.chdir(tmp_path_factory.mktemp("one")):
         return run_ranks(1, alone, backend=None)[0]
 
 
-def test_one_process_equals_lightning_to_the_bit(one: dict[str, Any]) -> None:
-    assert one["ours"].losses == one["stock"].losses
-    assert unequal(one["ours"].parameters, one["stock"].parameters) == []
+def test_whatever_is_clipped_left_out_or_ended_early_counts_as_under_ddp(one: Seen) -> None:
+    """Parameters, steps, rates, losses, gradients that a hook sees: to the bit, but where norms are summed."""
+    for is_exact, gap, stock, ours, steps in one["odd"]:
+        assert gap <= (0.0 if is_exact else TOLERANCE)
+        assert (ours[0], steps) == (stock[0], stock[0])
+        assert ours[1] == (stock[1] if is_exact else pytest.approx(stock[1], abs=1e-5))
+
+
+def test_what_one_rank_asks_for_all_ranks_do_as_under_ddp_where_all_ask(two: list[Seen]) -> None:
+    for case, stock, ours, steps, has_finished in [one for found in two for one in found["asked"]]:
+        assert ours[0] == stock[0], case
+        assert has_finished, case
+        if case[1] == "zero1":
+            assert steps == stock[0][0], case
+            assert distance(ours[1], stock[1]) <= TOLERANCE, case
+            assert ours[2] == pytest.approx(stock[2], abs=1e-5), case
+
+
+def test_a_file_of_another_strategy_is_refused(one: Seen) -> None:
+    assert "expected the folder" in one["foreign"]
+    assert one["foreign"].startswith("CheckpointError: ")
 
 
 @pytest.mark.parametrize("name", SELDOM)
 def test_a_schedule_that_does_not_turn_at_every_step_turns_as_often_as_under_ddp(
-    one: dict[str, Any], name: str
+    one: Seen, name: str
 ) -> None:
     assert one[f"{name}, ours"] == one[f"{name}, stock"]
-    assert 0 < one[f"{name}, stock"][0] < one["stock"].turned[0] * 2
+    assert 0 < one[f"{name}, stock"] < 2 * 6  # updates
 
 
-def test_what_cannot_work_is_refused_in_one_line(one: dict[str, Any]) -> None:
-    for setting, message in one["refused"].items():
-        assert message.startswith(f"ConfigError: StrettoStrategy does not work with {setting}: ")
-        assert "\n" not in message
-    assert "expected the folder" in one["foreign"]
+def test_what_cannot_work_is_refused_before_the_first_batch_and_the_tuner_told_where_to_look_for_a_rate(
+    one: Seen, two: list[Seen]
+) -> None:
+    for found in (one, *two):
+        for name, told in found["refused"].items():
+            named = "LearningRateFinder" if name == "lr_find" else name
+            assert told.startswith(f"ConfigError: StrettoStrategy does not work with {named}: "), told
+            assert "\n" not in told
+
+
+def test_a_file_saved_inside_an_accumulation_holds_the_last_update_as_under_ddp(
+    one: Seen, two: list[Seen]
+) -> None:
+    """Also on two ranks."""
+    for found in (one, two[0]):
+        for ours, stock in zip(found["clock"]["ours"][:2], found["clock"]["stock"][:2], strict=True):
+            assert distance(ours, stock) == 0.0
+        assert found["clock"]["ours"][2] == found["clock"]["stock"][2]
+
+
+def test_on_two_ranks_callbacks_do_what_they_do_under_ddp(two: list[Seen]) -> None:
+    """What they stop, save, choose as the best and write: parameters, steps, files and validations are the same."""
+    for name, stock, ours in two[0]["callbacks"]:
+        gap, is_same = differences(stock[:3], ours[:3])
+        assert gap <= TOLERANCE, name
+        assert is_same, (name, stock[1:3], ours[1:3])
+        assert ours[3] == pytest.approx(stock[3], abs=1e-5), name
+
+
+@pytest.mark.parametrize("fails", [4, 5])
+def test_after_an_exception_a_process_by_itself_writes_the_files_that_ddp_writes(
+    one: Seen, fails: int
+) -> None:
+    assert one["exceptions"]["ours", fails] == one["exceptions"]["stock", fails]
+    assert one["exceptions"]["ours", fails][1]
+
+
+def test_callbacks_that_hold_the_trainer_can_be_copied(one: Seen) -> None:
+    assert one["copies"] == 2  # the own one is before it
+
+
+def test_a_file_saved_by_hand_after_an_exception_equals_that_of_ddp(one: Seen) -> None:
+    assert one["by hand"] == 0.0

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +16,10 @@ import torch.distributed as dist
 
 from stretto import ACCO, ZeRO1
 from stretto.groups.connections import connections
-from tests.integrations import test_lightning, test_transformers
+from tests.integrations import fits, ways
+from tests.integrations.fits import asking, odd, trainer_of
 from tests.integrations.language import as_under_torchrun
 from tests.integrations.regression import inputs, said, samples
-from tests.integrations.test_lightning_alone import asking, plain
-from tests.integrations.test_lightning_ways import trainer_of
 from tests.integrations.ways import make
 from tests.processes import run_ranks
 
@@ -95,36 +93,19 @@ LIGHTNING_HOOKS = (
 )
 
 
-def logs(base: type) -> type:
-    """A module that logs over ranks and gathers, so that Lightning has collectives of its own everywhere."""
-
-    class Logs(base):
-        def training_step(self, batch: Any, index: int) -> Any:
-            loss = super().training_step(batch, index)
-            self.log("loss", loss, sync_dist=True)
-            return loss
-
-        def validation_step(self, batch: Any, index: int) -> None:
-            super().validation_step(batch, index)
-            self.log("seen", self.seen[-1], sync_dist=True)
-
-        def on_validation_epoch_end(self) -> None:
-            self.all_gather(torch.tensor(self.seen[-1]))
-
-    return Logs
-
-
 def in_lightning(rank: int) -> list[tuple[Case, str, float]]:
     as_under_torchrun(rank)
-    test_lightning.silence()
+    fits.silence()
     draw, found = random.Random(3), []
     for case in fresh_groups(CASES):
         place = draw.choice([*LIGHTNING_HOOKS, "training data", "validation data"])
         failing, at = draw.randrange(2), 1 if place == "on_train_start" else draw.randint(1, 3)
-        name, base = draw.choice([*STRATEGIES]), draw.choice([plain(), logs(plain())])
+        name, logs = draw.choice([*STRATEGIES]), draw.random() < 0.5
         accumulated, saves = 2 if name == "acco" else draw.choice([1, 2]), draw.random() < 0.3
         here = place if rank == failing else ""
-        module = asking(base, place, at, fail) if here in LIGHTNING_HOOKS else base()
+        module = odd()(logs=logs)
+        if here in LIGHTNING_HOOKS:
+            module = asking(odd(), place, at, fail, logs=logs)
         loaders = [
             torch.utils.data.DataLoader(
                 Spoilt(torch.utils.data.TensorDataset(inputs(count)), at if here == data else None), 2
@@ -176,7 +157,7 @@ def in_transformers(rank: int) -> list[tuple[Case, str, float]]:
     import transformers
 
     as_under_torchrun(rank)
-    test_transformers.silence()
+    ways.silence()
     draw, found = random.Random(4), []
     for case in fresh_groups(CASES):
         place = draw.choice([*CALLBACKS, *METHODS, "train_dataset", "eval_dataset", "compute_metrics"])
@@ -225,9 +206,8 @@ def in_transformers(rank: int) -> list[tuple[Case, str, float]]:
     ],
 )
 def test_the_cause_on_one_rank_is_what_all_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Callable[[int], list[tuple[Case, str, float]]]
+    program: Callable[[int], list[tuple[Case, str, float]]],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     first, second = run_ranks(2, program, timeout_seconds=600)
     for (case, *one), (_, *other) in zip(first, second, strict=True):
         failing = case[1]

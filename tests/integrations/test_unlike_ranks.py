@@ -2,16 +2,14 @@
 
 import importlib.util
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integrations import test_lightning, test_transformers
+from tests.integrations import fits, ways
+from tests.integrations.fits import loader, odd, trainer_of
 from tests.integrations.language import as_under_torchrun
 from tests.integrations.regression import said, samples
-from tests.integrations.test_lightning_alone import plain
-from tests.integrations.test_lightning_ways import loader, trainer_of
 from tests.integrations.ways import make
 from tests.processes import run_ranks
 
@@ -43,7 +41,7 @@ BATCHES = {"the number of batches of training": (20, 24), "the number of batches
 
 def in_lightning(rank: int) -> list[tuple[str, str]]:
     as_under_torchrun(rank)
-    test_lightning.silence()
+    fits.silence()
     draw, found = random.Random(1), []
     for _ in range(50):
         name, flipped = draw.choice([*OF_LIGHTNING, *BATCHES]), draw.randrange(2)
@@ -51,13 +49,13 @@ def in_lightning(rank: int) -> list[tuple[str, str]]:
         counts = {other: pair[rank ^ flipped if other == name else 0] for other, pair in BATCHES.items()}
         trainer = trainer_of("ours", devices=2, use_distributed_sampler=False, **settings)
         loaders = [loader(count) for count in counts.values()]
-        found.append((name, said(lambda t=trainer, both=loaders: t.fit(plain()(), *both))))
+        found.append((name, said(lambda t=trainer, both=loaders: t.fit(odd()(), *both))))
     return found
 
 
 def in_transformers(rank: int) -> list[tuple[str, str]]:
     as_under_torchrun(rank)
-    test_transformers.silence()
+    ways.silence()
     draw, found = random.Random(2), []
     for case in range(50):
         name, flipped = draw.choice([*OF_TRANSFORMERS]), draw.randrange(2)
@@ -68,12 +66,9 @@ def in_transformers(rank: int) -> list[tuple[str, str]]:
 
 @pytest.mark.long(keep=1)
 @pytest.mark.parametrize("library", ["lightning", "transformers"])
-def test_both_ranks_name_the_setting_in_which_they_differ(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
-) -> None:
+def test_both_ranks_name_the_setting_in_which_they_differ(library: str) -> None:
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
-    monkeypatch.chdir(tmp_path)
     for found in run_ranks(2, {"lightning": in_lightning, "transformers": in_transformers}[library]):
         for name, told in found:
             assert told.startswith(f"ConfigError: {name}="), (name, told)

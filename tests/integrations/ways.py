@@ -1,7 +1,7 @@
 """Trainers of transformers that a test derives, trains and asks for a checkpoint at a signal."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,23 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": samples(
 # SGD: a step is the rate times the gradient. A gradient is a mean of a few numbers, rounded in another order, and there
 # are at most ten steps: rate 0.05 × 10 steps × 8 roundings × 2**-24 × gradients up to 10.
 TOLERANCE = 2.4e-6
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Without a length."""
+
+    def __init__(self, rows: list[dict[str, Tensor]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
+
+
+def silence() -> None:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
 
 
 def make(kind: str, name: str, *, base: Callable[[Any], Any] = lambda cls: cls, **settings: Any) -> Any:
