@@ -10,7 +10,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from stretto import EchoLoader, Even, Ready, diagnose, errors
-from stretto.echo import Diagnosis
+from stretto.echo import Diagnosis, Plan
 from stretto.echo.text import parse_plan, plan_text
 from stretto.records import Update
 from stretto_lab.cli import main
@@ -30,39 +30,32 @@ def diagnosis(load: float, step: float, period: float, variation: float = 0.0) -
     )
 
 
-def test_a_slow_loader_is_named_with_its_free_uses_and_the_most_an_echo_gains() -> None:
-    found = diagnosis(0.050, 0.020, 0.050)
-    assert found.plan == Even(2.5)
-    assert found.summary.startswith(
-        "Loading is the bottleneck: a batch takes 50 ms to load and 20 ms to train on. First raise num_workers from 1"
-    )
-    assert "a batch can be used 2.50 times" in found.summary
-    assert "A loss is reached at most 2.5 times sooner" in found.summary
-
-
-def test_an_irregular_loader_is_met_with_the_reactive_plan() -> None:
-    assert diagnosis(0.050, 0.020, 0.060, variation=0.5).plan == Ready(max_uses=4)
-
-
-def test_however_slow_the_loader_no_more_than_four_uses_are_recommended() -> None:
-    found = diagnosis(1.0, 0.020, 1.0)
-    assert found.plan == Even(4.0)
-    assert "at most 4.0 times" in found.summary
-
-
-@pytest.mark.parametrize("load", [0.001, 0.020, 0.0215])
-def test_no_echo_is_recommended_where_it_cannot_help(load: float) -> None:
-    found = diagnosis(load, 0.020, 0.021)
-    assert found.plan is None
-    assert found.summary.startswith("Loading is not the bottleneck: ")
-    assert found.summary.endswith("To use batches again cannot help.")
-
-
-def test_loading_that_is_not_overlapped_is_told_apart() -> None:
-    found = diagnosis(0.015, 0.020, 0.035)
-    assert found.plan is None
-    assert "take turns" in found.summary
-    assert "at most 1.8 times" in found.summary
+@pytest.mark.parametrize(
+    ("found", "plan", "words"),
+    [
+        (
+            diagnosis(0.050, 0.020, 0.050),
+            Even(2.5),
+            (
+                "Loading is the bottleneck: a batch takes 50 ms to load and 20 ms to train on. First raise num_workers",
+                "a batch can be used 2.50 times",
+                "A loss is reached at most 2.5 times sooner",
+            ),
+        ),
+        (diagnosis(0.050, 0.020, 0.060, variation=0.5), Ready(max_uses=4), ()),
+        (diagnosis(1.0, 0.020, 1.0), Even(4.0), ("at most 4.0 times",)),
+        *(
+            (diagnosis(load, 0.020, 0.021), None, ("Loading is not the bottleneck", "again cannot help."))
+            for load in (0.001, 0.020, 0.0215)
+        ),
+        (diagnosis(0.015, 0.020, 0.035), None, ("take turns", "at most 1.8 times")),
+    ],
+)
+def test_times_lead_to_a_plan_and_to_words(
+    found: Diagnosis, plan: Plan | None, words: tuple[str, ...]
+) -> None:
+    assert found.plan == plan
+    assert [text for text in words if text not in found.summary] == []
 
 
 def test_the_loader_is_read_alone_and_the_step_runs_on_one_batch() -> None:
@@ -97,27 +90,25 @@ def test_cheaper_remedies_come_first() -> None:
     assert found.advice[0].startswith("load beside the training: num_workers=1")
 
 
-def random_diagnosis(seed: int) -> Diagnosis:
-    """One that `diagnose` returns for times drawn over six orders of magnitude."""
+@pytest.mark.parametrize("seed", seeds(60))
+def test_times_are_those_of_the_clock_and_advice_follows_from_the_verdict(seed: int) -> None:
+    """Times are drawn over six orders of magnitude."""
     draw = random.Random(seed)
     load, step = (10 ** draw.uniform(-5, 1) for _ in range(2))
     job = Counted(load, step)
     if draw.random() < 0.3:  # the loop is disturbed, or reads ahead
         job.together = draw.uniform(0.2, 1.0)
-    return diagnose(job, job.train, batches=6, now=job.now)
-
-
-@pytest.mark.parametrize("seed", seeds(60))
-def test_advice_follows_from_the_verdict_and_nothing_else(seed: int) -> None:
-    found = random_diagnosis(seed)
+    found = diagnose(job, job.train, batches=6, now=job.now)
+    # Sums of fewer than 100 terms below 10: their rounding is far below 1e-9.
+    assert (found.load_seconds, found.step_seconds) == pytest.approx((load, step), rel=1e-9)
+    assert found.period_seconds == pytest.approx(job.together * (load + step), rel=1e-9)
+    assert found.free_uses == pytest.approx(load / step, rel=1e-9)
     helps = found.is_input_bound or found.waits
     assert bool(found.advice) == helps
     assert ("First " in found.summary) == helps
     assert (found.plan is not None) == found.is_input_bound == ("use batches again with" in found.summary)
     assert ("cannot help" in found.summary) == (found.plan is None)
-    assert ("disturbed" in found.summary) == (
-        found.period_seconds < max(found.load_seconds, found.step_seconds) / 1.1
-    )
+    assert ("disturbed" in found.summary) == (found.period_seconds < max(load, step) / 1.1)
     if found.plan is not None:
         assert parse_plan(plan_text(found.plan)) == found.plan
 
@@ -157,17 +148,6 @@ class Counted:
 
     def now(self) -> float:
         return self.seconds
-
-
-@pytest.mark.parametrize(("load", "step"), [(0.2, 0.004), (0.025, 0.01), (0.01, 0.2)])
-def test_the_times_of_loader_step_and_loop_are_what_the_clock_says(load: float, step: float) -> None:
-    job = Counted(load, step)
-    found = diagnose(job, job.train, batches=6, now=job.now)
-    measured = (found.load_seconds, found.step_seconds, found.period_seconds)
-    # Sums of fewer than 100 terms below 10: their rounding is far below 1e-9.
-    assert measured == pytest.approx((load, step, load + step), rel=1e-9)
-    assert found.free_uses == pytest.approx(load / step, rel=1e-9)
-    assert found.is_input_bound == (load > step)
 
 
 def test_the_command_shows_what_it_has_measured(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,11 +12,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from stretto import Bernoulli, EchoLoader, EchoOptions, Even, Ready, errors
 from stretto.echo import Linear, Plan
-from tests.echo.sources import Squares
 
 CASES = 200
 LENGTH = 6
@@ -209,18 +207,6 @@ def test_every_use_shows_the_batch_that_was_read_or_a_write_is_noticed(block: in
         )
         assert not noticed or writes, case
         assert [shape for shape in shapes if shape != shape_of(make().batch)] == [], case
-
-
-def test_a_collate_function_with_one_tensor_gives_every_batch() -> None:
-    buffer = torch.zeros(2)
-
-    def collate(samples: list[Tensor]) -> Tensor:
-        return torch.stack(samples, out=buffer)
-
-    data = DataLoader(Squares(16), batch_size=2, collate_fn=collate)
-    bare = [batch.tolist() for batch in data]
-    for plan in (Even(1), Ready(max_uses=1)):
-        assert [batch.tolist() for batch in EchoLoader(data, plan)] == bare
 
 
 def test_arrays_that_place_gives_from_one_memory_are_held_apart() -> None:

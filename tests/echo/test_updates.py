@@ -39,7 +39,8 @@ class Case:
         kinds = [kind for name, kind in STRATEGIES.items() if name != "average"]  # which is a diloco
         self.strategy = kinds[self.seed % len(kinds)]()
         self.ranks = draw.randrange(1, 4)
-        self.plan = self._plan()
+        # Ranks decide for themselves.
+        self.plans = [self._plan() for _ in range(self.ranks)]
         self.micro_batches: int | Clock = draw.randrange(2, 6)
         if self.strategy.overlaps and draw.random() < 0.3:
             self.micro_batches = Clock(minimum=draw.randrange(1, 3), maximum=draw.randrange(3, 7))
@@ -135,7 +136,9 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step >= case.still_updates))
     numbers = Passes(case.lengths[rank], case.says[rank])
-    loader = EchoLoader(VirtualStore(numbers, group, case.durations(rank)), case.plan, options=case.options)
+    loader = EchoLoader(
+        VirtualStore(numbers, group, case.durations(rank)), case.plans[rank], options=case.options
+    )
     poisoned = random.Random(rank)
     is_poisoned = [poisoned.random() < case.poisoned for _ in range(1000)]
     parallel = DataParallel(
@@ -191,7 +194,7 @@ def test_no_batch_meets_the_same_parameters_twice(block: int, tmp_path: Path) ->
             for rank in range(case.ranks):
                 seen[rank] += again[rank][0]
         for rank in range(case.ranks):
-            assert doubles(seen[rank]) == [], (case, case.plan, case.micro_batches, rank)
+            assert doubles(seen[rank]) == [], (case, case.plans, case.micro_batches, rank)
         echoes += sum(count for _, count, _ in results)
     assert echoes > 2 * len(seeds)  # the law would hold without an echo too
 
