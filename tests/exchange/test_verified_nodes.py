@@ -1,6 +1,5 @@
 """Damage between ranks on nodes: on every leg of every value's way it is noticed, named and undone."""
 
-import dataclasses
 import functools
 import itertools
 import random
@@ -8,16 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import stretto
-from stretto.errors import PeerFailed, TransferCorrupt
-from stretto.records import Incident
+from stretto.errors import TransferCorrupt
 from stretto.strategies import STRATEGIES, Strategy
-from stretto_lab.faults import Fault, FaultPlan, FaultyGroup, Injector, draw_fault, strike_memory
-from stretto_lab.virtual import VirtualCluster
+from stretto_lab.faults import Fault, draw_fault
 from tests.draws import part
-from tests.guards.watched import Job, same
+from tests.guards.watched import Seen, apart, struck
 from tests.wires import OF_GRADIENTS
 
 RANKS, PER_NODE, STRUCK = 4, 2, 1
@@ -41,49 +37,22 @@ CASES = list(zip(itertools.product(STRATEGIES, LEGS), itertools.cycle((*OF_GRADI
 """Every strategy and leg, the wires in turn."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Seen:
-    """What became of one rank."""
-
-    final: list[Tensor]
-    incidents: list[Incident]
-    error: Exception | None
-    changed: list[bool]
-
-
 def strategy(name: str) -> Strategy:
     return STRATEGIES[name](**OFTEN.get(name, {}))
 
 
 def train(
-    name: str, fault: Fault | None = None, *, ranks: int = RANKS, per_node: int = PER_NODE, **options: Any
+    name: str, *faults: Fault, ranks: int = RANKS, per_node: int = PER_NODE, **options: Any
 ) -> tuple[Seen, ...]:
     """Train a small job on nodes, struck on its way and in memory, on every rank."""
-
-    def program(rank: int, group: Any) -> Seen:
-        injector = Injector(FaultPlan(() if fault is None else (fault,)), rank)
-        choices = stretto.Options(**{"bucket_bytes": 2**20, "ranks_per_node": per_node, **options})
-        job = Job(strategy(name), rank, group=FaultyGroup(group, injector), options=choices)
-        strike_memory(job.parallel, injector)
-        error, incidents = None, []
-        try:
-            incidents = [incident for update in job.run() for incident in update.incidents]
-            incidents += job.parallel.late_incidents
-        except (TransferCorrupt, PeerFailed) as raised:
-            error = raised
-        return Seen(job.final(), incidents, error, [one.changed for one in injector.applications])
-
-    return VirtualCluster(ranks).run(program).values
+    choices = stretto.Options(**{"bucket_bytes": 2**20, "ranks_per_node": per_node, **options})
+    return struck(strategy(name), *faults, ranks=ranks, options=choices)
 
 
 @functools.cache
 def clean(name: str, **choices: Any) -> tuple[Seen, ...]:
     """Train without a fault, once for all tests that compare with it."""
     return train(name, **choices)
-
-
-def are_same(some: tuple[Seen, ...], others: tuple[Seen, ...]) -> bool:
-    return all(same(one.final, other.final) for one, other in zip(some, others, strict=True))
 
 
 def at(leg: int, **settings: Any) -> Fault:
@@ -100,17 +69,17 @@ def test_damage_on_any_leg_is_named_and_the_run_ends_as_without_it(
     name: str, leg: tuple[str, str], wire: str
 ) -> None:
     fault = at(LEGS.index(leg))
-    struck = train(name, fault, wire=wire, verified=True)
-    assert struck[STRUCK].changed == [True]
-    assert are_same(struck, clean(name, wire=wire))  # which is not verified
+    found = train(name, fault, wire=wire, verified=True)
+    assert found[STRUCK].changed == [True]
+    assert apart(found, clean(name, wire=wire)) == []  # which is not verified
     site, where = leg
-    for seen in struck:
+    for seen in found:
         assert seen.error is None
         assert {(one.guard, one.site, one.part) for one in seen.incidents} == {
             ("verified", site, f"bucket 0{where}")
         }
         assert {one.link for one in seen.incidents} == {(sender, STRUCK) for sender in SENDERS[where]}
-    assert not are_same(train(name, fault, wire=wire), clean(name, wire=wire))  # nobody has noticed
+    assert apart(train(name, fault, wire=wire), clean(name, wire=wire)) != []  # nobody has noticed
 
 
 @pytest.mark.long(keep=5)
@@ -122,7 +91,7 @@ def test_where_nothing_is_damaged_every_bit_is_that_of_a_job_that_checks_nothing
     name = random.Random(f"{wire}{ranks}{per_node}").choice(list(STRATEGIES))
     choices = {"ranks": ranks, "per_node": per_node, "wire": wire, "bucket_bytes": 512}
     verified = train(name, verified=True, **choices)
-    assert are_same(verified, train(name, **choices)), name
+    assert apart(verified, train(name, **choices)) == [], name
     assert [seen for seen in verified if seen.incidents != []] == []
 
 
@@ -133,10 +102,10 @@ def test_any_damage_to_any_bucket_is_undone(name: str, hide: bool) -> None:
     choices = {"wire": draws.choice(OF_GRADIENTS), "bucket_bytes": 512, "hide_reductions": hide}
     for _ in range(2):
         fault = draw_fault(draws.randrange(10**6), ["contribution"], RANKS, opportunities=20)
-        struck = train(name, fault, verified=True, **choices)
-        assert are_same(struck, clean(name, **choices)), fault
-        links = {one.link for one in struck[0].incidents}
-        assert bool(links) == any(struck[fault.rank].changed), fault
+        found = train(name, fault, verified=True, **choices)
+        assert apart(found, clean(name, **choices)) == [], fault
+        links = {one.link for one in found[0].incidents}
+        assert bool(links) == any(found[fault.rank].changed), fault
         assert [link for link in links if not (link is not None and link[1] == fault.rank)] == [], fault
 
 
@@ -146,17 +115,17 @@ def test_a_sum_of_either_level_that_comes_out_wrong_is_added_up_again(
     name: str, sum_number: int, where: str
 ) -> None:
     fault = Fault(site="sum", rank=STRUCK, instant=sum_number, extent="all", pattern="sign")
-    struck = train(name, fault, wire="int8", verified=True)
-    assert are_same(struck, clean(name, wire="int8"))
-    for seen in struck:
+    found = train(name, fault, wire="int8", verified=True)
+    assert apart(found, clean(name, wire="int8")) == []
+    for seen in found:
         assert {(one.site, one.part, one.ranks) for one in seen.incidents} == {
             ("sum", f"bucket 0{where}", (STRUCK,))
         }
 
 
 def test_a_link_that_damages_everything_ends_the_job_on_all_ranks_and_is_named() -> None:
-    struck = train("zero1", at(1, lasts="sticky"), verified=True)
-    errors = [seen.error for seen in struck]
+    found = train("zero1", at(1, lasts="sticky"), verified=True)
+    errors = [seen.error for seen in found]
     assert all(errors)
     for error in errors:
         if isinstance(error, TransferCorrupt):

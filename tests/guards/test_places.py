@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,134 +11,70 @@ from torch import Tensor
 
 import stretto as st
 from stretto import checksums
-from stretto.errors import CorruptionError, PeerFailed, StateCorrupt
+from stretto.errors import CorruptionError, ReplicasDiverged, StateCorrupt
 from stretto.exchange.exchange import sum_in_rank_order
 from stretto.exchange.sums import is_plausible_sum, sampled
 from stretto.records import Incident
-from stretto_lab.faults import Fault, FaultPlan, FaultyGroup, Injector, strike_memory
+from stretto_lab.faults import Fault
 from stretto_lab.faults.injector import alias_of
 from stretto_lab.faults.plan import Extent, Lasts, Site
+from stretto_lab.testing import differing
 from stretto_lab.virtual import VirtualCluster, VirtualGroup
-from tests.bits import unequal
-from tests.guards.watched import Job, Network, same
+from tests.guards.watched import STRATEGIES, Job, Network, Seen, apart, same, struck
 
 STRUCK = 1
-STRATEGIES: dict[str, st.Strategy] = {
-    "ddp": st.DDP(),
-    "zero1": st.ZeRO1(),
-    "dpu": st.DPU(),
-    "wp": st.WeightPrediction(),
-    "acco": st.ACCO(),
-}
 EACH = pytest.mark.parametrize("name", STRATEGIES)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Seen:
-    """What became of one rank."""
-
-    final: list[Tensor]
-    buffers: list[Tensor]
-    incidents: list[Incident]
-    error: Exception | None
-    changed: list[bool]
+BY_SHARDS = ("zero1", "dpu", "wp", "acco")
 
 
 def train(
-    strategy: st.Strategy,
-    fault: Fault | None = None,
-    *,
-    guards: Any = "standard",
-    ranks: int = 3,
-    damage: Callable[[st.DataParallel], None] | None = None,
-    freeze: bool = False,
-    **options: Any,
-) -> list[Seen]:
-    """Train small jobs; `damage` is called on one rank after its third micro-batch."""
-
-    def program(rank: int, group: VirtualGroup) -> Seen:
-        injector = Injector(FaultPlan(() if fault is None else (fault,)), rank)
-        choices = {
-            "guards": guards,
-            "options": st.Options(bucket_bytes=8192, **options),
-            "group": FaultyGroup(group, injector),
-        }
-        job = Job(strategy, rank, width=700, frozen=("enter.weight",) * freeze, **choices)
-        strike_memory(job.parallel, injector)
-        error, incidents = None, []
-        try:
-            for micro_batch in range(8):
-                update = job.micro_batch()
-                incidents += update.incidents if update else ()
-                if micro_batch == 2 and rank == STRUCK and damage is not None:
-                    damage(job.parallel)
-            incidents += [incident for update in job.parallel.finish() for incident in update.incidents]
-            incidents += job.parallel.late_incidents
-        except (CorruptionError, PeerFailed) as raised:
-            error = raised
-        return Seen(
-            final=job.final(),
-            buffers=[buffer.clone() for buffer in job.model.buffers()],
-            incidents=incidents,
-            error=error,
-            changed=[application.changed for application in injector.applications],
-        )
-
-    return list(VirtualCluster(ranks).run(program).values)
+    name: str, *faults: Fault, guards: Any = "standard", freeze: bool = False, **options: Any
+) -> tuple[Seen, ...]:
+    """Train small jobs; what is no option of a job is one of `struck`."""
+    others = {key: options.pop(key) for key in ("ranks", "damage") if key in options}
+    choices = {"guards": guards, "options": st.Options(bucket_bytes=8192, **options), **others}
+    return struck(STRATEGIES[name], *faults, width=700, frozen=("enter.weight",) * freeze, **choices)
 
 
 @functools.cache
-def clean(name: str, **choices: Any) -> list[Seen]:
+def clean(name: str, **choices: Any) -> tuple[Seen, ...]:
     """Train without a fault, once for all tests that compare with it."""
-    return train(STRATEGIES[name], **choices)
+    return train(name, **choices)
 
 
 def fault(site: Site, extent: Extent = "page", instant: int = 2) -> Fault:
     return Fault(site=site, rank=STRUCK, instant=instant, extent=extent, pattern="zero", seed=1)
 
 
-def assert_repaired(name: str, site: Site, instant: int = 2, **choices: Any) -> None:
-    found = train(STRATEGIES[name], fault(site, instant=instant), **choices)
+PAGES: list[tuple[str, Site, int, dict[str, Any]]] = [
+    *((name, "values to be shown", 2, {}) for name in STRATEGIES),
+    *((name, "values to be shown", 2, {"ranks": 2}) for name in ("ddp", "acco")),
+    *((name, "frozen parameters", 2, {"freeze": True}) for name in STRATEGIES),
+    *((name, "buffers", 5, {}) for name in STRATEGIES),
+    *((name, "error memory", 2, {"wire": "int8"}) for name in STRATEGIES),
+    *((name, "anchor", 2, {"wire": "int4"}) for name in BY_SHARDS),
+]
+
+
+@pytest.mark.parametrize(("name", "site", "instant", "choices"), PAGES)
+def test_a_page_that_is_zeroed_is_mended_and_a_round_that_has_seen_it_run_again(
+    name: str, site: Site, instant: int, choices: dict[str, Any]
+) -> None:
+    found = train(name, fault(site, instant=instant), **choices)
     assert found[STRUCK].changed == [True]
-    for seen, healthy in zip(found, clean(name, **choices), strict=True):
+    assert apart(found, clean(name, **choices)) == []
+    for seen in found:
         assert seen.error is None
         assert {(one.guard, one.site, one.ranks) for one in seen.incidents} == {("rest", site, (STRUCK,))}
-        assert same(seen.final, healthy.final)
-        assert unequal(seen.buffers, healthy.buffers) == []
-
-
-@pytest.mark.parametrize(("name", "ranks"), [*((name, 3) for name in STRATEGIES), ("ddp", 2), ("acco", 2)])
-def test_a_page_zeroed_in_values_that_wait_to_be_shown_is_mended(name: str, ranks: int) -> None:
-    assert_repaired(name, "values to be shown", ranks=ranks)
-
-
-@EACH
-def test_a_page_zeroed_in_frozen_parameters_is_mended_and_the_round_run_again(name: str) -> None:
-    assert_repaired(name, "frozen parameters", freeze=True)
-
-
-@EACH
-def test_a_buffer_that_nobody_writes_is_mended_and_the_round_run_again(name: str) -> None:
-    assert_repaired(name, "buffers", instant=5)
-
-
-@EACH
-def test_rounding_errors_that_the_wire_owes_are_mended(name: str) -> None:
-    assert_repaired(name, "error memory", wire="int8")
-
-
-@pytest.mark.parametrize("name", ["zero1", "dpu", "wp", "acco"])
-def test_what_changes_are_added_to_is_mended(name: str) -> None:
-    assert_repaired(name, "anchor", wire="int4")
 
 
 @pytest.mark.parametrize("name", ["zero1", "acco"])
 def test_what_changes_are_added_to_is_compared_between_ranks(name: str) -> None:
-    struck = fault("anchor")
-    drifted = train(STRATEGIES[name], struck, wire="int8", guards=(), ranks=3)
+    hit = fault("anchor")
+    drifted = train(name, hit, wire="int8", guards=(), ranks=3)
     assert not same(drifted[STRUCK].final, drifted[0].final)
     # What its owner has sent meanwhile is wrong on all ranks alike, and the owner's next change puts it right.
-    compared = train(STRATEGIES[name], struck, wire="int8", guards=(st.ReplicaGuard(),), ranks=3)
+    compared = train(name, hit, wire="int8", guards=(st.ReplicaGuard(),), ranks=3)
     for seen in compared:
         assert same(seen.final, compared[0].final)
         assert {one.ranks for one in seen.incidents} == {(STRUCK,)}
@@ -166,7 +101,7 @@ def test_digests_of_devices_have_the_same_damage_found_and_repaired(
     draws = random.Random(seed)
     name, site = draws.choice(list(STRATEGIES)), draws.choice(SITES)
     extent: Extent = draws.choice(["element", "run", "page", "all"])
-    struck = fault(site, extent, instant=draws.randrange(2, 6))
+    hit = fault(site, extent, instant=draws.randrange(2, 6))
 
     def told() -> list[Any]:
         return [
@@ -175,19 +110,17 @@ def test_digests_of_devices_have_the_same_damage_found_and_repaired(
                 type(seen.error),
                 [dataclasses.replace(one, expected=None, found=None) for one in seen.incidents],
             )
-            for seen in train(STRATEGIES[name], struck, freeze=True)
+            for seen in train(name, hit, freeze=True)
         ]
 
     here = told()
     monkeypatch.setattr(checksums, "HOSTS", ())
-    for (final, error, incidents), (values, *others) in zip(told(), here, strict=True):
-        assert [error, incidents] == others
-        assert same(final, values)
+    assert differing(here, told()) == []
 
 
 def test_rounding_errors_beyond_repair_are_forgone_and_ranks_stay_equal() -> None:
     whole = Fault(site="error memory", rank=STRUCK, instant=2, extent="all", pattern="misread")
-    found = train(st.ZeRO1(), whole, wire="int8", guards=(st.AtRest(),))
+    found = train("zero1", whole, wire="int8", guards=(st.AtRest(),))
     assert {one.action for one in found[0].incidents} <= {"mended", "set to zero"}
     assert {one.ranks for one in found[0].incidents} == {(STRUCK,)}
     assert [seen for seen in found if not same(seen.final, found[0].final)] == []
@@ -198,21 +131,18 @@ def test_rounding_errors_beyond_repair_are_forgone_and_ranks_stay_equal() -> Non
 def test_standard_guards_work_everywhere_and_say_nothing_where_nothing_is_wrong(name: str, wire: str) -> None:
     guarded, plain = clean(name, wire=wire), clean(name, guards=(), wire=wire)
     assert [seen.incidents for seen in guarded] == [[]] * 3
-    assert [
-        (one, other) for one, other in zip(guarded, plain, strict=True) if not same(one.final, other.final)
-    ] == []
+    assert apart(guarded, plain) == []
 
 
-@pytest.mark.parametrize("name", ["zero1", "dpu", "wp", "acco"])
+@pytest.mark.parametrize("name", BY_SHARDS)
 def test_replicas_compare_what_their_models_will_show_under_sharded_strategies_too(name: str) -> None:
     one = fault("gathered values")
-    found = train(STRATEGIES[name], one, guards=(st.ReplicaGuard(),))
+    found = train(name, one, guards=(st.ReplicaGuard(),))
     # An estimate is followed by committed values; only these are compared.
     assert {incident.ranks for incident in found[0].incidents} <= {(STRUCK,)}
     if name in ("zero1", "dpu"):
         assert {incident.site for incident in found[0].incidents} == {"values to be shown"}
-        healthy = clean(name, guards=(st.ReplicaGuard(),))
-        assert [(a, b) for a, b in zip(found, healthy, strict=True) if not same(a.final, b.final)] == []
+        assert apart(found, clean(name, guards=(st.ReplicaGuard(),))) == []
 
 
 def test_of_three_ranks_of_which_two_are_damaged_alike_the_healthy_one_is_named() -> None:
@@ -238,11 +168,11 @@ def test_of_three_ranks_of_which_two_are_damaged_alike_the_healthy_one_is_named(
 @pytest.mark.parametrize("lasts", ["once", "sticky"])
 def test_a_sum_is_not_used_wrong_however_often_it_comes_out_so(instant: int, lasts: Lasts) -> None:
     zeroed = dataclasses.replace(fault("sum", "chunk", instant), lasts=lasts, chunk_bytes=2**20)
-    found = train(STRATEGIES["zero1"], zeroed)
+    found = train("zero1", zeroed)
     if lasts == "once":
-        for seen, healthy in zip(found, clean("zero1"), strict=True):
+        assert apart(found, clean("zero1")) == []
+        for seen in found:
             assert {(one.site, one.ranks) for one in seen.incidents} == {("sum", (STRUCK,))}
-            assert same(seen.final, healthy.final)
     else:
         for seen in found:
             assert isinstance(seen.error, CorruptionError)
@@ -301,15 +231,14 @@ def spare_memory(parallel: st.DataParallel) -> list[Tensor]:
 @EACH
 def test_damage_to_memory_that_is_overwritten_before_its_use_changes_nothing(name: str) -> None:
     def damage(parallel: st.DataParallel) -> None:
-        struck = spare_memory(parallel)
-        assert struck
-        for tensor in struck:
+        spare = spare_memory(parallel)
+        assert spare
+        for tensor in spare:
             alias_of(tensor).fill_(7)
 
-    found = train(STRATEGIES[name], guards=(), damage=damage)
-    for seen, healthy in zip(found, clean(name, guards=()), strict=True):
-        assert seen.error is None
-        assert same(seen.final, healthy.final)
+    found = train(name, guards=(), damage=damage)
+    assert [seen.error for seen in found] == [None] * 3
+    assert apart(found, clean(name, guards=())) == []
 
 
 class Renewing(Network):
@@ -345,22 +274,34 @@ def test_buffers_and_frozen_parameters_that_the_model_writes_raise_no_alarm(name
 
 def test_a_frozen_parameter_beyond_repair_ends_the_job_and_names_the_rank() -> None:
     whole = Fault(site="frozen parameters", rank=STRUCK, instant=2, extent="all", pattern="misread")
-
-    def program(rank: int, group: VirtualGroup) -> Exception | None:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(512, 2))
-        model[0].weight.requires_grad_(False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        parallel = st.DataParallel(model, optimizer, group=group, guards=(st.AtRest(),))
-        strike_memory(parallel, Injector(FaultPlan((whole,)), rank))
-        try:
-            for _ in range(6):
-                parallel.micro_batch(lambda x: model(x).square().mean(), torch.ones(1, 64))
-        except (StateCorrupt, PeerFailed) as error:
-            return error
-        return None
-
-    errors = VirtualCluster(3).run(program).values
+    errors = [
+        seen.error
+        for seen in struck(st.DDP(), whole, width=6000, frozen=("enter.weight",), guards=(st.AtRest(),))
+    ]
     assert isinstance(errors[STRUCK], StateCorrupt)
     assert errors[STRUCK].ranks == (STRUCK,)
     assert all(errors)
+
+
+# Between two replicas that differ, what can be computed again says which one is right.
+
+TWO_REPLICAS = {"ranks": 2, "guards": (st.ReplicaGuard(),)}
+
+
+def test_values_that_follow_from_masters_that_agree_are_told_apart_without_more() -> None:
+    published = Fault(
+        site="published values", rank=STRUCK, instant=2, extent="chunk", chunk_bytes=64, pattern="word"
+    )
+    found = struck(st.DDP(), published, **TWO_REPLICAS)
+    assert apart(found, struck(st.DDP(), **TWO_REPLICAS)) == []
+    for seen in found:
+        assert [(one.site, one.ranks, one.action) for one in seen.incidents] == [
+            ("values to be shown", (STRUCK,), "copied from rank 0")
+        ]
+
+
+def test_masters_that_differ_between_two_ranks_end_the_job_with_an_error_that_says_what_would_help() -> None:
+    step = Fault(site="step", rank=STRUCK, instant=2, extent="chunk", chunk_bytes=64, pattern="word")
+    error = struck(st.DDP(), step, **TWO_REPLICAS)[0].error
+    assert isinstance(error, ReplicasDiverged)
+    assert "A third rank could tell, and AtRest() if nobody" in str(error)

@@ -6,7 +6,6 @@ runs the round again. The model has batch normalization, dropout, a frozen layer
 
 import dataclasses
 import random
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,9 +13,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 import stretto as st
-from stretto.records import Incident
 from stretto_lab.virtual import VirtualCluster
 from tests.draws import seeds
+from tests.guards.watched import Seen, apart, seen_of
 
 RANKS, PASSES, QUOTA = 2, 16, 4
 ROUND = {"acco": 2}
@@ -96,15 +95,6 @@ class Case:
         return range(self.at // length * length, (self.at // length + 1) * length)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Seen:
-    """What one rank saw."""
-
-    values: dict[str, Tensor]
-    losses: Sequence[float]
-    incidents: Sequence[Incident]
-
-
 def flip(model: nn.Module, name: str, bit: int) -> None:
     """Damage one element as faulty memory does: no version counter hears of it."""
     tensor = dict([*model.named_parameters(), *model.named_buffers()])[name].data.view(-1)
@@ -161,19 +151,11 @@ def trained(case: Case, *, strikes: bool, leaves_out: bool = False) -> tuple[See
                 update = parallel.backward(loss_of(index), 0.0 if is_out else 1.0)
             updates += [update] if update else []
         updates += parallel.finish()
-        return Seen(
-            values={name: value.clone() for name, value in model.state_dict().items()},
-            losses=[update.loss for update in updates],
-            incidents=[one for update in updates for one in update.incidents] + list(parallel.late_incidents),
-        )
+        late = list(parallel.late_incidents)
+        found = seen_of(model, updates)
+        return dataclasses.replace(found, incidents=[*found.incidents, *late])
 
     return VirtualCluster(RANKS).run(program).values
-
-
-def differing(one: Seen, other: Seen) -> list[str]:
-    """Return what is not the same to the bit."""
-    names = [name for name, value in one.values.items() if not torch.equal(value, other.values[name])]
-    return names + (["loss"] if one.losses != other.losses else [])
 
 
 @pytest.mark.long(keep=12)
@@ -182,8 +164,8 @@ def test_damage_is_named_and_what_it_spoilt_is_computed_again_or_left_out(seed: 
     case = Case.drawn(seed)
     expected = trained(case, strikes=False, leaves_out=case.is_left_out)
     found = trained(case, strikes=True)
+    assert apart(found, expected) == [], case
     for one, other in zip(expected, found, strict=True):
         assert one.incidents == [], case
-        assert differing(one, other) == [], case
         assert {incident.ranks for incident in other.incidents} == {(case.struck,)}, case
         assert case.name in {incident.part for incident in other.incidents}, case

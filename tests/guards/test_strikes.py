@@ -7,17 +7,14 @@ import platform
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import stretto as st
-from stretto.errors import ConfigError, PeerFailed, Quarantined, TransferCorrupt
+from stretto.errors import ConfigError, Quarantined, TransferCorrupt
 from stretto.guards.strikes import COUNTS_FOR, Strikes, blame, laid_to
 from stretto.records import Incident
-from stretto_lab.faults import Fault, FaultPlan, FaultyGroup, strike_memory
-from stretto_lab.faults.injector import Injector
+from stretto_lab.faults import Fault
 from stretto_lab.faults.plan import WireSite
-from stretto_lab.virtual import VirtualCluster, VirtualGroup
+from tests.guards.watched import struck
 
 RANKS, STRUCK = 3, 1
 STICKY_MASTERS = Fault(site="masters", rank=STRUCK, instant=2, lasts="sticky", seed=5)
@@ -26,31 +23,10 @@ STICKY_MASTERS = Fault(site="masters", rank=STRUCK, instant=2, lasts="sticky", s
 def ended(
     fault: Fault, strategy: st.Strategy, *, ranks: int = RANKS, **options: Any
 ) -> list[tuple[int, Exception | None]]:
-    """Train with a fault on a virtual cluster; return every rank's last update, and what ended its job."""
-
-    def train(rank: int, group: VirtualGroup) -> tuple[int, Exception | None]:
-        injector = Injector(FaultPlan((fault,)), rank)
-        torch.manual_seed(0)
-        model = nn.Linear(40, 30)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
-        choices: dict[str, Any] = {
-            "guards": (st.AtRest(),),
-            "micro_batches": 2,
-            "options": st.Options(verified=True, **options),
-        }
-        parallel = st.DataParallel(model, optimizer, strategy, group=FaultyGroup(group, injector), **choices)
-        strike_memory(parallel, injector)
-        last = 0
-        try:
-            for _ in range(24):
-                if update := parallel.backward(model(torch.randn(3, 40)).square().mean()):
-                    last = update.step
-            parallel.finish()
-        except (Quarantined, TransferCorrupt, PeerFailed) as error:
-            return last, error
-        return last, None
-
-    return list(VirtualCluster(ranks).run(train).values)
+    """Train with a fault; return every rank's last update, and what ended its job."""
+    chosen = st.Options(verified=True, **options)
+    seen = struck(strategy, fault, ranks=ranks, length=24, guards=(st.AtRest(),), options=chosen)
+    return [(len(one.losses), one.error) for one in seen]
 
 
 @pytest.mark.parametrize("strategy", [st.DDP(), st.ZeRO1(), st.ACCO(), st.WeightPrediction()])
@@ -95,9 +71,9 @@ def test_a_rank_whose_memory_damages_what_arrives_is_told_from_its_links() -> No
         assert (error.ranks, error.links) == ((STRUCK,), ())
 
 
-@pytest.mark.parametrize("site", ["contribution", "round report"])
-def test_what_never_arrives_is_laid_to_the_rank_at_which_all_of_it_ends(site: WireSite) -> None:
-    always = Fault(site=site, rank=STRUCK, instant=4, lasts="sticky", extent="all")
+@pytest.mark.parametrize(("site", "instant"), [("contribution", 4), ("round report", 12)])
+def test_what_never_arrives_is_laid_to_the_rank_at_which_all_of_it_ends(site: WireSite, instant: int) -> None:
+    always = Fault(site=site, rank=STRUCK, instant=instant, lasts="sticky", extent="all")
     # Whoever finds it first ends the job for the others.
     found = [error for _, error in ended(always, st.ZeRO1()) if isinstance(error, TransferCorrupt)]
     assert found
