@@ -1,6 +1,9 @@
 """A small job of one matrix on virtual ranks, and the same written down a second time, naively."""
 
 import dataclasses
+import functools
+import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,11 +53,15 @@ def loss(model: nn.Module, rank: int, step: int) -> Tensor:
     return (output - 1).square().mean()
 
 
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=RATE)
+
+
 def start(
     rank: int, group: dist.ProcessGroup | None, strategy: st.Strategy, **others: Any
 ) -> st.DataParallel:
     model = matrix()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    optimizer = others.pop("optimizer", sgd)(model.parameters())
     options = st.Options(bucket_bytes=4 * BUCKET, **others.pop("options", {}))
     return st.DataParallel(
         model, optimizer, strategy, micro_batches=1, group=group, options=options, **others
@@ -94,19 +101,48 @@ def on_cluster(strategy: st.Strategy, ranks: int = RANKS, link: str = "", **othe
     return list(cluster.run(lambda rank, group: train(rank, group, strategy, **others)).values)
 
 
-@dataclasses.dataclass
+def drawn(seed: int, longest: int = 6) -> st.DiLoCo:
+    """Any options, often such that a fragment is under way, or lands mixed, when somebody looks."""
+    draw = random.Random(seed)
+    fragments = draw.choice((1, 2, 3))
+    interval = draw.randint(fragments, longest)
+    delay = draw.randrange(interval // fragments)
+    return st.DiLoCo(
+        interval,
+        fragments,
+        draw.choice((1.0, 0.5, 1.3)),
+        draw.choice((0.0, 0.6, 0.9)),
+        nesterov=draw.random() < 0.7,
+        delay=delay,
+        mix=draw.choice((0.0, 0.25, 0.5)),
+        keep_progress=bool(delay) and draw.random() < 0.5,
+    )
+
+
 class Naive:
-    """DiLoCo of all ranks in one place, element by element."""
+    """DiLoCo of all ranks in one place, element by element; or, where `averages` says when, Algorithm 2 of `local`.
 
-    strategy: st.DiLoCo
+    Averages of `state` are those of the optimizers' states too.
+    """
 
-    def __post_init__(self) -> None:
-        self.models = [matrix() for _ in range(RANKS)]
-        self.optimizers = [torch.optim.SGD(model.parameters(), lr=RATE) for model in self.models]
+    def __init__(
+        self,
+        strategy: st.DiLoCo,
+        ranks: int = RANKS,
+        optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
+        averages: Callable[[int], bool] | None = None,
+        *,
+        state: bool = False,
+    ) -> None:
+        self.strategy, self.ranks, self.averages, self.state = strategy, ranks, averages, state
+        self.models = [matrix() for _ in range(ranks)]
+        self.optimizers = [optimizer(model.parameters()) for model in self.models]
         self.anchor = self.values()[0].clone()
         self.velocity = torch.zeros_like(self.anchor)
-        self.since = torch.zeros(self.strategy.fragments, RANKS, dtype=torch.float64)
-        numbers = torch.arange(self.anchor.numel()) // BUCKET % self.strategy.fragments
+        self.since = torch.zeros(self.strategy.fragments, ranks, dtype=torch.float64)
+        self.left_with = self.since.clone()
+        bucket = max(BUCKET, BUCKET // 2 * ranks)  # the least that they can share
+        numbers = torch.arange(self.anchor.numel()) // bucket % self.strategy.fragments
         self.fragment_of = numbers.view_as(self.anchor)
         self.left: dict[int, list[Tensor]] = {}
         """What every rank held then, where its progress since is kept."""
@@ -138,10 +174,15 @@ class Naive:
             optimizer.step()
             self.since[:, rank] += weight(rank, step)
 
-    def leave(self, step: int) -> None:
+    def is_due(self, fragment: int, step: int) -> bool:
         interval, count = self.strategy.interval, self.strategy.fragments
-        for fragment in range(count):
-            if (step + 1) % interval == (fragment + 1) * interval // count % interval:
+        if self.averages is not None:
+            return self.averages(step)
+        return (step + 1) % interval == (fragment + 1) * interval // count % interval
+
+    def leave(self, step: int) -> None:
+        for fragment in range(self.strategy.fragments):
+            if self.is_due(fragment, step):
                 self.departed[step] = fragment
                 self.left[step] = [value.clone() for value in self.values()]
                 here = self.fragment_of == fragment
@@ -152,6 +193,9 @@ class Naive:
                 moved = self.strategy.outer_lr * (ahead if self.strategy.nesterov else velocity)
                 self.velocity = torch.where(here, velocity, self.velocity)
                 self.anchor = torch.where(here, (moved - changed) + mean, self.anchor)
+                if self.state:
+                    self.average_states()
+                self.left_with[fragment] = self.since[fragment]
                 self.since[fragment] = 0
 
     def land(self, step: int) -> None:
@@ -163,13 +207,26 @@ class Naive:
                 value.copy_(torch.where(here, mixed, value))
 
     def mean(self, fragment: int) -> Tensor:
-        shares = (self.since[fragment] / self.since[fragment].sum()).tolist()
-        first, second = (value * share for value, share in zip(self.values(), shares, strict=True))
-        return first + second
+        return self.weighted(self.values(), fragment)
+
+    def weighted(self, values: list[Tensor], fragment: int) -> Tensor:
+        """The mean by what each rank has contributed, added up in rank order."""
+        # What lands mixed may differ though nothing has come since: ranks count as when it left.
+        since = self.since[fragment] if self.since[fragment].any() else self.left_with[fragment]
+        parts = [value * share for value, share in zip(values, (since / since.sum()).tolist(), strict=True)]
+        return functools.reduce(torch.add, parts)
+
+    def average_states(self) -> None:
+        states = [next(iter(optimizer.state.values())) for optimizer in self.optimizers]
+        for name in [name for name, value in states[0].items() if value.dim()]:
+            mean = self.weighted([state[name] for state in states], 0)
+            for state in states:
+                state[name].copy_(mean)
 
     def unite(self) -> None:
+        keeps_own = bool(self.strategy.mix) or self.strategy.keep_progress
         for fragment in range(self.strategy.fragments):
-            if self.since[fragment].sum():
+            if self.since[fragment].any() or keeps_own:
                 mean = self.mean(fragment)
                 for value in self.values():
                     value.copy_(torch.where(self.fragment_of == fragment, mean, value))

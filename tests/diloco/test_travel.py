@@ -8,9 +8,7 @@ import torch
 from torch import distributed as dist
 
 import stretto as st
-from stretto.averaging.reports import empty_report
-from stretto.engine.report import RoundReport
-from stretto.errors import ConfigError, PeerFailed
+from stretto.errors import ConfigError
 from stretto.exchange import WIRES
 from stretto.strategies.contract import (
     Average,
@@ -26,11 +24,10 @@ from stretto.strategies.contract import (
     Step,
 )
 from stretto.strategies.ledger import ledger_of
+from stretto_lab.testing import differing
 from stretto_lab.virtual import VirtualCluster
-from tests.bits import unequal
-from tests.diloco.jobs import BUCKET, HEIGHT, RANKS, UPDATES, WIDTH, go_on, on_cluster, start
-from tests.diloco.jobs import Course as Run
-from tests.exactness.jobs import Case, same
+from tests.diloco.jobs import BUCKET, HEIGHT, UPDATES, WIDTH, on_cluster
+from tests.exactness.jobs import Case
 from tests.exactness.jobs import train as train_case
 
 UPDATE_NS = 1_000_000
@@ -53,22 +50,6 @@ def test_a_transfer_longer_than_its_delay_is_waited_for_at_the_landing() -> None
     waited, hidden = (update_ns(st.DiLoCo(interval=5, delay=delay)) for delay in (0, 1))
     assert [max(waited), max(hidden)] == [max(waited), max(waited) - UPDATE_NS]
     assert sum(waited) - sum(hidden) == 2 * UPDATE_NS
-
-
-@pytest.mark.parametrize("fragments", [1, 3])
-@pytest.mark.parametrize(
-    ("wire", "gradient", "value"), [("fp32", 4, 4), ("bf16", 2, 2), ("int4", 34 / 64, 2)]
-)
-def test_bytes_are_those_of_the_ledger(fragments: int, wire: str, gradient: float, value: float) -> None:
-    """Ten updates hold two outer steps; records come on top, the same for every wire."""
-    strategy = st.DiLoCo(interval=5, fragments=fragments)
-    per_update = ledger_of(strategy).wire_bytes(gradient, value)
-    records = []
-    for course in on_cluster(strategy, options={"wire": wire}):
-        before = sum(update.sent_bytes for update in course.updates[:10])
-        records.append(before - 10 * per_update * NUMEL * (RANKS - 1) / RANKS)
-    record = RoundReport.pack(empty_report(num_slots=1, changed=b"", step=0))
-    assert records == pytest.approx([2 * fragments * len(record)] * RANKS)
 
 
 def test_a_packed_wire_sends_later_what_it_has_lost() -> None:
@@ -105,51 +86,50 @@ def test_there_and_back_replicas_send_how_far_they_have_moved_in_the_format_for_
     assert [shown for shown in VirtualCluster(2).run(train).values if not torch.equal(shown, expected)] == []
 
 
-STRATEGIES = [
-    st.DiLoCo(interval=4, fragments=2, delay=1, mix=0.5),
-    st.DiLoCo(interval=5, delay=4),
-    st.DiLoCo(interval=5, delay=4, keep_progress=True),
-    st.DiLoCo(interval=3, fragments=3),
-]
+MIXED = st.DiLoCo(interval=4, fragments=2, delay=1, mix=0.5)
+DELAYED = st.DiLoCo(interval=5, delay=4)
+KEPT = st.DiLoCo(interval=5, delay=4, keep_progress=True)
+LOCAL, STATE = st.LocalSGD(rate=0.4), st.LocalSGD(rate=0.4, state=True)
+LENGTH = {"lengths": (31,), "batch_norm": True}
+UNEVEN = {"lengths": (13, 40), "batch_norm": True, "settle": False}
+SKIPPING = {"poisoned": (6,), "options": st.Options(nonfinite="skip"), **LENGTH}
+NARROW = {"dtype": torch.bfloat16, "lengths": (31,)}
 ENDS = {
-    "together": Case(lengths=(31,), tokens=True, batch_norm=True),
-    "one ends first": Case(lengths=(13, 40), batch_norm=True, settle=False),
-    "all batches of all": Case(lengths=(13, 40), until="all", batch_norm=True, settle=False),
-    "some contribute nothing finite": Case(
-        lengths=(31,), poisoned=(6,), batch_norm=True, options=st.Options(nonfinite="skip")
+    "together": Case(strategy=DELAYED, tokens=True, **LENGTH),
+    "together, progress kept": Case(strategy=KEPT, tokens=True, **LENGTH),
+    "one ends first": Case(strategy=DELAYED, **UNEVEN),
+    "one ends first, progress kept": Case(strategy=KEPT, **UNEVEN),
+    "one ends first, local": Case(strategy=LOCAL, **UNEVEN),
+    "all batches of all": Case(strategy=MIXED, until="all", **UNEVEN),
+    "all batches of all, delayed": Case(strategy=DELAYED, until="all", **UNEVEN),
+    "all batches of all, local": Case(strategy=LOCAL, until="all", **UNEVEN),
+    "some contribute nothing finite": Case(strategy=DELAYED, **SKIPPING),
+    "some contribute nothing finite, local": Case(strategy=LOCAL, **SKIPPING),
+    "a branch on one rank, state averaged": Case(strategy=STATE, branch="one rank", lengths=(31,)),
+    "a branch now and then, state averaged": Case(
+        strategy=STATE, optimizer="sgd", branch="some", lengths=(31,)
     ),
-    "bf16 model": Case(lengths=(31,), dtype=torch.bfloat16, options=st.Options(wire="int8", clip_norm=0.5)),
+    "bf16 model": Case(strategy=MIXED, options=st.Options(wire="int8", clip_norm=0.5), **NARROW),
+    "bf16 model, state averaged": Case(strategy=STATE, **NARROW),
+    "bf16 everywhere, state averaged": Case(
+        strategy=STATE, options=st.Options(wire="bf16", accumulate="parameter"), **NARROW
+    ),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "strategy"),
-    [
-        ("together", STRATEGIES[1]),
-        ("together", STRATEGIES[2]),
-        ("one ends first", STRATEGIES[1]),
-        ("one ends first", STRATEGIES[2]),
-        ("all batches of all", STRATEGIES[0]),
-        ("all batches of all", STRATEGIES[1]),
-        ("some contribute nothing finite", STRATEGIES[1]),
-        ("bf16 model", STRATEGIES[0]),
-    ],
-)
-def test_everything_lands_and_all_ranks_end_alike(strategy: st.DiLoCo, name: str) -> None:
-    case = dataclasses.replace(ENDS[name], strategy=strategy)
+@pytest.mark.parametrize("name", ENDS)
+def test_everything_lands_and_all_ranks_end_alike(name: str) -> None:
+    case = ENDS[name]
     found = VirtualCluster(3).run(lambda rank, group: train_case(rank, case, group)).values
     first, *others = found
+    fields = ("final", "final_statistics", "committed", "statistics")
     for other in others:
-        assert same(first.final, other.final)
-        assert same(first.final_statistics, other.final_statistics)
-        assert [pair for pair in zip(first.committed, other.committed, strict=True) if not same(*pair)] == []
-        assert [
-            pair for pair in zip(first.statistics, other.statistics, strict=True) if not same(*pair)
-        ] == []
+        expected, ours = ({field: getattr(one, field) for field in fields} for one in (first, other))
+        assert differing(expected, ours) == []
         assert first.updates[-1].step == other.updates[-1].step
     assert [value for value in first.final if not value.isfinite().all()] == []
     fed = case.lengths[0] + 2 * case.lengths[-1]
-    if case.until == "all" or name == "together":
+    if case.until == "all" or "together" in name:
         own = [[update.micro_batches[rank] for update in one.updates] for rank, one in enumerate(found)]
         assert sum(map(sum, own)) == fed
 
@@ -184,46 +164,6 @@ def test_buffers_of_a_rank_that_lands_and_ends_in_one_round_are_averaged_too(bat
         assert torch.equal(first[name], second[name])
         expected = sum(getattr(norm, name) for norm in alone) / 2
         torch.testing.assert_close(first[name], expected)  # tolerances of fp32 cover a few roundings
-
-
-def test_settling_while_a_fragment_is_under_way_changes_nothing() -> None:
-    def program(
-        rank: int, group: dist.ProcessGroup, *, looks: bool
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        parallel = start(rank, group, st.DiLoCo(interval=4, delay=2))
-        course = Run([], [], [], 0, parallel)
-        settled = torch.zeros(())
-        for step in range(UPDATES):
-            go_on(parallel, range(step, step + 1), course)
-            if looks:
-                with parallel.settled():
-                    settled = parallel.model.weight.detach().clone()
-        parallel.finish()
-        return course.shown, settled
-
-    unwatched = VirtualCluster(2).run(lambda rank, group: program(rank, group, looks=False)).values
-    watched = VirtualCluster(2).run(lambda rank, group: program(rank, group, looks=True)).values
-    for (shown, _), (expected, _) in zip(watched, unwatched, strict=True):
-        assert unequal(shown, expected) == []
-    assert torch.equal(watched[0][1], watched[1][1])
-
-
-def test_an_error_of_one_rank_reaches_the_ranks_that_wait_for_a_fragment() -> None:
-    def program(rank: int, group: dist.ProcessGroup) -> str:
-        parallel = start(rank, group, st.DiLoCo(interval=4, delay=2))
-        try:
-            with parallel:
-                for step in range(UPDATES):
-                    if (rank, step) == (1, 3):
-                        raise ValueError("a bad batch")
-                    parallel.backward((parallel.model.weight * (step + rank)).square().mean())
-        except (ValueError, PeerFailed) as error:
-            return f"{type(error).__name__}: {error}"
-        return "no error"
-
-    first, second = VirtualCluster(2).run(program).values
-    assert second == "ValueError: a bad batch"
-    assert "PeerFailed: rank 0: rank 1 has given up" in first
 
 
 def test_a_model_has_enough_buckets_for_its_fragments() -> None:

@@ -1,93 +1,78 @@
-"""`local` is Algorithm 2 to the bit: every replica after every step, every mean, every end."""
+"""`local` is Algorithm 2 to the bit: every replica after every step, every average, every end."""
 
 import functools
-import itertools
+import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from stretto import DDP, LocalSGD, Options
-from tests.exactness.jobs import Case, Observed, same, train_all
-from tests.local.algorithm import algorithm_2
-from tests.processes import run_ranks
+from stretto import DDP, DiLoCo, LocalSGD
+from stretto.strategies.local import Pace
+from stretto_lab.testing import differing
+from stretto_lab.virtual import VirtualCluster
+from tests.diloco.jobs import RATE, UPDATES, Naive, on_cluster
+from tests.draws import seeds
+from tests.exactness.jobs import Case, Observed, same, train
 
-SMALL = Options(bucket_bytes=4096)
-CASES = [
-    Case(
-        strategy=LocalSGD(rate=rate, plan=plan, state=state, seed=3),
-        optimizer=optimizer,
-        tokens=tokens,
-        lengths=(23,),
-        options=SMALL,
-    )
-    for (rate, plan), state, (optimizer, tokens) in itertools.product(
-        ((0.4, "even"), (0.5, "bernoulli")),
-        (False, True),
-        (("sgd", False), ("adamw", True)),
-    )
+OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
+    functools.partial(torch.optim.SGD, lr=RATE, momentum=0.9),
+    functools.partial(torch.optim.AdamW, lr=RATE),
 ]
-CAPPED = Case(strategy=LocalSGD(rate=0, max_gap=3), tokens=True, lengths=(23,), options=SMALL)
-ALWAYS = [Case(strategy=strategy, tokens=True, lengths=(23,)) for strategy in (LocalSGD(rate=1), DDP())]
-ALL = [*CASES, CAPPED, *ALWAYS]
-HALF = [*(CASES[i] for i in (0, 3, 5, 6)), CAPPED]
-"""Every pair of a plan, a way with the state and an optimizer once."""
-PAIRS = [(case, world_size) for world_size in (1, 2, 4) for case in (HALF if world_size == 4 else ALL[:-2])]
 
 
-@functools.cache
-def observed(world_size: int) -> list[list[Observed]]:
-    if world_size == 1:
-        return [train_all(0, ALL)]
-    return run_ranks(world_size, train_all, ALL if world_size == 2 else HALF)
+def drawn(draw: random.Random) -> LocalSGD:
+    if draw.random() < 0.2:
+        return LocalSGD(0, max_gap=3)
+    plan: Any = draw.choice(["even", "bernoulli"])
+    state, cap = draw.random() < 0.5, draw.choice([None, 4])
+    return LocalSGD(draw.choice([0.4, 0.5, 1]), plan=plan, state=state, seed=3, max_gap=cap)
 
 
-def describe(case: Case | int) -> str:
-    if isinstance(case, int):
-        return str(case)
-    strategy = case.strategy
-    return f"{strategy.plan}-{case.optimizer}-state_{strategy.state}-gap_{strategy.max_gap}"
+def averages(strategy: LocalSGD) -> list[bool]:
+    """Whether each round ends with an average."""
+    pace, gap, found = Pace(strategy.rate, strategy.plan, strategy.seed), 0, []
+    for index in range(UPDATES):
+        gap += 1
+        is_due = pace.is_due(index) or gap == strategy.max_gap
+        gap = 0 if is_due else gap
+        found.append(is_due)
+    return found
 
 
-@pytest.mark.long(keep=3)
-@pytest.mark.parametrize(("case", "world_size"), PAIRS, ids=describe)
-def test_every_replica_equals_the_naive_algorithm(case: Case, world_size: int) -> None:
-    expected = algorithm_2(case, world_size)
-    for rank, (found, view) in enumerate(zip(observed(world_size), expected, strict=True)):
-        one = found[(HALF if world_size == 4 else ALL).index(case)]
-        assert len(one.shown) == len(view.shown)
-        for position, (state, reference) in enumerate(zip(one.shown, view.shown, strict=True)):
-            assert same(state, reference), f"rank {rank}: state {position} differs"
-        for position, (state, reference) in enumerate(zip(one.committed, view.committed, strict=True)):
-            assert same(state, reference), f"rank {rank}: the mean at update {position} differs"
-        assert [update.gap for update in one.updates] == view.gaps
-        assert same(one.final, view.final)
+@pytest.mark.parametrize("seed", seeds(24))
+def test_every_replica_is_the_naive_algorithm_to_the_bit(seed: int) -> None:
+    draw = random.Random(seed)
+    strategy, ranks, optimizer = drawn(draw), draw.randint(1, 4), draw.choice(OPTIMIZERS)
+    due = averages(strategy)
+    mean = DiLoCo(interval=1, outer_lr=1.0, outer_momentum=0.0)
+    expected = Naive(mean, ranks, optimizer, due.__getitem__, state=strategy.state).run()
+    for rank, course in enumerate(on_cluster(strategy, ranks, optimizer=optimizer)):
+        assert differing([of_ranks[rank] for of_ranks in expected], course.shown, f"rank {rank}") == []
+        assert [update.gap == 0 for update in course.updates] == due
 
 
-def test_ranks_drift_apart_between_averages_and_settle_to_the_same() -> None:
-    first, second = (found[0] for found in observed(2))
-    assert not same(first.shown[1], second.shown[1])
-    assert [(a, b) for a, b in zip(first.committed, second.committed, strict=True) if not same(a, b)] == []
-    assert same(first.final, second.final)
-
-
-def test_averaging_the_state_matters() -> None:
-    finals = {case.strategy.state: observed(2)[0][i].final for i, case in enumerate(CASES[:4:2])}
-    assert not same(finals[False], finals[True])
+def observed(case: Case, ranks: int) -> tuple[Observed, ...]:
+    return VirtualCluster(ranks).run(lambda rank, group: train(rank, case, group)).values
 
 
 def test_what_all_ranks_have_done_is_reported_once_it_is_known() -> None:
-    for found in observed(2):
-        for case, one in zip(CASES, found, strict=False):
-            told = max(update.step for update in one.updates if update.gap == 0)
-            assert sum(update.samples for update in one.updates[:told]) == sum(
-                update.samples for update in found[ALL.index(ALWAYS[1])].updates[:told]
-            )
-            assert one.updates[0].samples == 3 + 4 + 5 + 6  # of this rank alone
-            assert case.strategy.rate < 1
+    local, ddp = (
+        observed(Case(strategy=one, tokens=True, lengths=(23,)), 2) for one in (LocalSGD(rate=0.4), DDP())
+    )
+    for ours, theirs in zip(local, ddp, strict=True):
+        told = max(update.step for update in ours.updates if update.gap == 0)
+        reported = [sum(update.samples for update in one.updates[:told]) for one in (ours, theirs)]
+        assert reported[0] == reported[1]
+        assert ours.updates[0].samples == 3 + 4 + 5 + 6  # of this rank alone
 
 
 def test_rate_one_reports_what_ddp_reports() -> None:
-    local, ddp = (observed(2)[0][ALL.index(case)].updates for case in ALWAYS)
+    local, ddp = (
+        observed(Case(strategy=one, tokens=True, lengths=(23,)), 2)[0].updates
+        for one in (LocalSGD(rate=1), DDP())
+    )
     for ours, theirs in zip(local, ddp, strict=True):
         assert (ours.step, ours.samples, ours.weight, ours.micro_batches, ours.gap) == (
             theirs.step, theirs.samples, theirs.weight, theirs.micro_batches, 0
@@ -96,6 +81,8 @@ def test_rate_one_reports_what_ddp_reports() -> None:
 
 
 def test_a_lone_rank_equals_plain_pytorch() -> None:
-    lone, ddp = (observed(1)[0][ALL.index(case)] for case in (CASES[-1], ALWAYS[1]))
+    lone, ddp = (
+        observed(Case(strategy=one, tokens=True), 1)[0] for one in (LocalSGD(rate=0.5, state=True), DDP())
+    )
     assert same(lone.final, ddp.final)
     assert torch.isfinite(lone.final[0]).all()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import stretto as st
 from stretto_lab.virtual import VirtualCluster
+from tests.diloco.jobs import drawn as any_diloco
 from tests.draws import seeds
 
 RANKS = 3
@@ -21,9 +22,7 @@ def drawn(draw: random.Random) -> st.Strategy:
     """Averages, at once or with a delay, of the whole model or of parts."""
     if draw.random() < 0.3:
         return st.LocalSGD(draw.choice((0.1, 0.5)), max_gap=draw.randint(2, 8))
-    fragments = draw.choice((1, 2))
-    interval = draw.randint(2 * fragments, 8)
-    return st.DiLoCo(interval, fragments=fragments, delay=draw.randrange(interval // fragments))
+    return any_diloco(draw.randrange(10**6), longest=8)
 
 
 def batch_of(rank: int, step: int) -> Tensor:

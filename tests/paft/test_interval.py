@@ -204,6 +204,18 @@ def test_there_is_nothing_to_record_without_an_average_or_a_probe() -> None:
         ] == []
 
 
+@dataclasses.dataclass(frozen=True)
+class Noting(st.PAFTDyn):
+    """Notes the signal behind every average, and keeps its first interval."""
+
+    signals: list[float] = dataclasses.field(default_factory=list, compare=False)
+
+    def interval_after(self, divergence: Divergence) -> int:
+        if not divergence.are_equal:
+            self.signals.append(divergence.signal)
+        return self.first
+
+
 class NoisyLink:
     """Hits what a rank gathers as it arrives, before anybody has measured it; stands where an `Injector` does."""
 
@@ -223,14 +235,7 @@ def test_noise_that_comes_with_the_gradients_is_not_taken_for_signal() -> None:
     """It is there before a norm is taken, so that the norm holds d·σ², thirty times ‖g‖²; and in the clip's."""
     case = dataclasses.replace(drawn(0), numel=3000, ranks=4, wanted=math.sqrt(3000 / 30), norm=1.0)
     case = dataclasses.replace(case, own=1.0, overlap=False, wire="fp32", clip=None, weight=1.0)
-    signals = []
-
-    @dataclasses.dataclass(frozen=True)
-    class Noting(st.PAFTDyn):
-        def interval_after(self, divergence: Divergence) -> int:
-            if not divergence.are_equal:
-                signals.append(divergence.signal)
-            return 16
+    noting = Noting(first=16)
 
     def linked(group: dist.ProcessGroup) -> dist.ProcessGroup:
         variance = (case.norm / case.wanted * case.ranks) ** 2  # of the sum
@@ -238,10 +243,10 @@ def test_noise_that_comes_with_the_gradients_is_not_taken_for_signal() -> None:
 
     cluster = VirtualCluster(case.ranks, faults=linked)
     quiet = dataclasses.replace(case, wanted=math.inf)
-    found = cluster.run(functools.partial(records, quiet, Noting(first=16), 16)).values[0]
+    found = cluster.run(functools.partial(records, quiet, noting, 16)).values[0]
     assert found[0].gradient_norm ** 2 > 20 * case.norm**2
     # Five deviations of the signal: σ·√Σ‖g_r‖² / M in an update, and the g_r have at most √M times the norm of g.
-    assert signals[0] == pytest.approx(case.norm**2, abs=5 * case.norm**2 / case.wanted / 4)
+    assert noting.signals[0] == pytest.approx(case.norm**2, abs=5 * case.norm**2 / case.wanted / 4)
     assert found[-1].noise == pytest.approx(case.norm / case.wanted, rel=5 / math.sqrt(2 * 3 * 3000))
 
 
@@ -268,42 +273,25 @@ def test_a_rank_that_is_left_out_is_left_out_of_the_estimate() -> None:
 
 def test_gradients_that_leave_early_tell_the_same_to_the_bit() -> None:
     """On a wire that packs, where what was sent is kept elsewhere then."""
-
-    def signals(*, hides: bool) -> list[float]:
-        found = []
-
-        @dataclasses.dataclass(frozen=True)
-        class Noting(st.PAFTDyn):
-            def interval_after(self, divergence: Divergence) -> int:
-                if not divergence.are_equal:
-                    found.append(divergence.signal)
-                return 3
-
+    early, late = Noting(first=3), Noting(first=3)
+    for strategy, hides in ((early, True), (late, False)):
         options = st.Options(bucket_bytes=2**20, wire="int8", hide_reductions=hides)
-        train(Noting(first=3), faults=noise(3, 1e-2), make=sgd, options=options)
-        return found
-
-    assert signals(hides=True) == signals(hides=False)
-    assert len(set(signals(hides=True))) > 1
+        train(strategy, faults=noise(3, 1e-2), make=sgd, options=options)
+    assert early.signals == late.signals
+    assert len(set(early.signals)) > 1
 
 
-@pytest.mark.parametrize("probe", [100, 4096])
-def test_an_average_of_replicas_that_differ_sends_what_the_page_says(probe: int) -> None:
-    faults = noise(3, 1e-2)
+@pytest.mark.parametrize(("probe", "variance"), [(100, 1e-2), (4096, 1e-2), (4096, 0.0)])
+def test_an_average_of_replicas_that_differ_sends_what_the_page_says(probe: int, variance: float) -> None:
+    """Equal ones send nothing for the probe."""
     sync, dyn = (
-        train(strategy, faults=faults, make=sgd, updates=4)[0].updates[3].sent_bytes
+        train(strategy, faults=noise(3, variance), make=sgd, updates=4)[0].updates
         for strategy in (st.PAFTSync(interval=4), st.PAFTDyn(first=4, probe=probe))
     )
-    assert dyn - sync == 2 * (16 + 4 * min(probe, NUMEL))
-
-
-def test_equal_replicas_send_nothing_for_the_probe() -> None:
-    sync, dyn = (
-        train(strategy, make=sgd, updates=4)[0].updates
-        for strategy in (st.PAFTSync(interval=4), st.PAFTDyn(first=4))
-    )
-    assert [update.sent_bytes for update in sync] == [update.sent_bytes for update in dyn]
-    assert (dyn[3].noise, dyn[3].divergence, dyn[3].interval) == (0.0, 0.0, 100)
+    extra = [ours.sent_bytes - theirs.sent_bytes for ours, theirs in zip(dyn[:4], sync[:4], strict=True)]
+    assert extra == [0, 0, 0, 2 * (16 + 4 * min(probe, NUMEL)) if variance else 0]
+    if not variance:
+        assert (dyn[3].noise, dyn[3].divergence, dyn[3].interval) == (0.0, 0.0, 100)
 
 
 def test_a_conclusion_is_drawn_from_the_last_sixteen_updates_or_the_last_interval() -> None:
@@ -382,23 +370,3 @@ def test_the_interval_is_reported_followed_and_the_same_on_all_ranks() -> None:
 def test_settings_that_cannot_be_are_refused(kind: Any, choices: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         kind(**choices)
-
-
-def test_gradients_may_travel_in_8_bits_beside_averages_in_16() -> None:
-    def program(rank: int, group: Any) -> Tensor:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(64, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        strategy = st.PAFTSync(interval=2)
-        parallel = st.DataParallel(model, optimizer, strategy, wire="int8", group=group)
-        for index in range(4):
-            inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * index + rank))
-            parallel.backward(model(inputs).square().mean())
-            if rank == 1 and index == 2:
-                parallel.job.sharded.masters[0].add_(0.5)  # a replica drifts; the next average takes it back
-        parallel.finish()
-        return model.weight.detach().clone()
-
-    first, second = VirtualCluster(2).run(program).values
-    assert torch.equal(first, second)
-    assert bool(first.isfinite().all())

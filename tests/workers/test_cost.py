@@ -1,4 +1,4 @@
-"""What workers that are nodes send, inside and across, what it costs in time, and who passes their code."""
+"""What workers that are nodes send, inside and across, and what it costs in time."""
 
 import dataclasses
 from typing import Any
@@ -20,7 +20,6 @@ from stretto.strategies.ledger import ledger_of
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.virtual import Compute, Network, VirtualCluster
 from tests.diloco.jobs import HEIGHT, WIDTH, Course, go_on, start
-from tests.engine.test_path import Passed
 
 NUMEL = WIDTH * HEIGHT
 NODES, EACH = 2, 2
@@ -113,41 +112,6 @@ def test_a_node_waits_for_its_own_ranks_and_for_no_other_node() -> None:
     for rank in range(RANKS):
         each = UPDATE_NS * (2 if rank >= EACH else 1)
         assert found[rank][:7] == [each * step for step in range(1, 8)]
-
-
-# Whose path it is on
-
-
-def passed(strategy: Strategy, world_size: int, ranks_per_node: int | None) -> set[str]:
-    """The functions of ten updates and an end."""
-    seen = Passed()
-
-    def program(rank: int, group: Any) -> None:
-        parallel = start(rank, group, strategy, options={"ranks_per_node": ranks_per_node})
-        go_on(parallel, range(10), Course([], [], [], 0, parallel))
-        parallel.finish()
-
-    with seen.watching():
-        VirtualCluster(world_size).run(program)
-    return seen.functions
-
-
-@pytest.mark.long
-def test_a_job_of_other_workers_does_not_pass_the_code_of_nodes() -> None:
-    inside = {
-        "stretto/averaging/worker.py:Node.add_up",
-        "stretto/averaging/worker.py:Node.look_at",
-        "stretto/groups/private.py:part_of",
-    }
-    assert inside <= passed(st.DiLoCo(interval=4, worker="node"), 4, 2)
-    for strategy, per_node in (
-        (st.DiLoCo(interval=4), 2),
-        (st.LocalSGD(rate=0.5), None),
-        (st.DiLoCo(interval=4, worker="node"), 1),
-    ):
-        assert not inside & passed(strategy, 4, per_node)
-    of_synchronous = passed(st.DDP(), 4, 2)
-    assert not any("Worker" in name or "Node" in name or "exchange_inside" in name for name in of_synchronous)
 
 
 # What cannot be

@@ -26,6 +26,8 @@ def saved(rank: int, group: distributed.ProcessGroup, strategy: Strategy, place:
     """Save after update 5, and return the mean of all replicas."""
     parallel = start(rank, group, strategy, options=options_of(strategy))
     go_on(parallel, range(5), Course([], [], [], 0, parallel))
+    if isinstance(strategy, st.PAFTSync):
+        parallel.job.sharded.masters[0].add_(0.01 * rank)  # replicas that should be alike, and are not
     checkpoint.save(parallel, place)
     with parallel.settled():
         return parallel.model.weight.detach().clone()
@@ -60,6 +62,7 @@ def loaded(
         (st.LocalSGD(rate=0.25), st.DDP(), (2, 2), DROPPED),
         *((st.PAFTSync(interval=4), after, (2, 2), NOTHING)
           for after in (st.DDP(), st.PAFTDyn(), st.LocalSGD(0.5), OTHERS)),
+        (st.PAFTSync(interval=4), st.DDP(), (3, 2), NOTHING),
     ],
     ids=str,
 )  # fmt: skip

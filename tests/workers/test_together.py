@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, distributed
 
 import stretto as st
-from stretto.errors import PeerFailed, ReplicaNonFinite, WorkerDisagrees
 from stretto_lab.virtual import Compute, VirtualCluster
 from tests.diloco.jobs import start
 from tests.draws import seeds
@@ -101,25 +100,8 @@ def test_ranks_of_a_node_are_the_same_after_every_update(seed: int) -> None:
             ] == []
     assert [one for one in found if not same(one.final, found[0].final)] == []
     assert [value for value in found[0].final if not value.isfinite().all()] == []
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
-def test_nodes_differ_between_averages(strategy: st.strategies.Strategy) -> None:
-    case = with_nodes(Case(strategy=strategy, lengths=(31,)), 2)
-    found = VirtualCluster(4).run(lambda rank, group: train(rank, group, case)).values
-    assert not same(found[0].parameters[0], found[2].parameters[0])
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
-@pytest.mark.parametrize("lengths", [(7, 20, 33, 9), (40, 3, 3, 3), (1, 40, 40, 40)])
-def test_all_batches_of_all_ranks_count_where_some_end_first(
-    lengths: tuple[int, ...], strategy: st.strategies.Strategy
-) -> None:
-    case = with_nodes(Case(strategy=strategy, lengths=lengths, until="all"), 2)
-    found = VirtualCluster(4).run(lambda rank, group: train(rank, group, case)).values
-    assert [one.contributed for one in found] == list(lengths)
-    assert len({one.records[-1][0] for one in found}) == 1  # of as many updates
-    assert [one for one in found if not same(one.final, found[0].final)] == []
+    if case.until == "all":  # all batches of all ranks count, whoever ends first
+        assert [one.contributed for one in found] == list(case.lengths)
 
 
 def test_a_node_leaves_out_a_round_in_which_one_of_its_ranks_is_not_finite() -> None:
@@ -131,67 +113,76 @@ def test_a_node_leaves_out_a_round_in_which_one_of_its_ranks_is_not_finite() -> 
     assert moved == [True, True, False, False]
 
 
-def test_all_ranks_of_a_node_name_the_one_that_is_not_finite_and_the_others_are_told() -> None:
+NODES = {"ranks_per_node": 2}
+
+
+def poisoned(parallel: st.DataParallel, step: int) -> float:
+    return float("nan") if (parallel.rank, step) == (3, 1) else 1.0
+
+
+def failing(parallel: st.DataParallel, step: int) -> float:
+    if (parallel.rank, step) == (1, 2):
+        raise ValueError("a bad batch")
+    return 1.0
+
+
+def with_another_rate(parallel: st.DataParallel, step: int) -> float:
+    if (parallel.rank, step) == (3, 2):
+        parallel.optimizer.param_groups[0]["lr"] = 0.5
+    return 1.0
+
+
+NOT_FINITE = "ReplicaNonFinite: rank {}, step 2, round 1: the loss is not finite on ranks [3]"
+DISAGREES = "WorkerDisagrees: rank {}, after step 2: ranks differ in optimizer"
+TOLD = "PeerFailed: rank {}: rank "
+
+
+@pytest.mark.parametrize(
+    ("strategy", "hand", "ranks_per_node", "words"),
+    [
+        (STRATEGIES[0], poisoned, 2, (TOLD, TOLD, NOT_FINITE, NOT_FINITE)),
+        (
+            st.DiLoCo(interval=4, worker="node"),
+            failing,
+            2,
+            (
+                TOLD + "1 has given up the group.0.0 of ranks 0, 1",
+                "ValueError: a bad batch",
+                TOLD + "1 has given up",
+            ),
+        ),
+        (st.DiLoCo(interval=4, delay=2), failing, None, (TOLD + "1 has given up", "ValueError: a bad batch")),
+        (st.LocalSGD(rate=0.1, worker="node"), with_another_rate, 2, (TOLD, TOLD, DISAGREES, DISAGREES)),
+    ],
+    ids=repr,
+)
+def test_what_one_rank_meets_is_named_by_those_that_wait_for_it(
+    strategy: st.Strategy, hand: Any, ranks_per_node: int | None, words: tuple[str, ...]
+) -> None:
+    """Inside a node at once, and on the others that are told."""
+
     def program(rank: int, group: distributed.ProcessGroup) -> str:
-        case = Case(strategy=STRATEGIES[0], lengths=(8, 8, 8, 8), poisoned=(6,))
-        try:
-            train(rank, group, with_nodes(case, 2))
-        except (ReplicaNonFinite, PeerFailed) as error:
-            return f"{type(error).__name__}: {error}"
-        return "no error"
-
-    found = VirtualCluster(4).run(program).values
-    for rank in (2, 3):
-        expected = f"ReplicaNonFinite: rank {rank}, step 2, round 1: the loss is not finite on ranks [3]"
-        assert found[rank].startswith(expected)
-    for rank in (0, 1):
-        assert found[rank].startswith(f"PeerFailed: rank {rank}: rank ")
-
-
-def test_an_error_of_one_rank_reaches_those_that_wait_for_it_inside_the_node() -> None:
-    def program(rank: int, group: distributed.ProcessGroup) -> str:
-        parallel = start(rank, group, st.DiLoCo(interval=4, worker="node"), options={"ranks_per_node": 2})
+        parallel = start(rank, group, strategy, options={"ranks_per_node": ranks_per_node})
         try:
             with parallel:
                 for step in range(11):
-                    if (rank, step) == (1, 2):
-                        raise ValueError("a bad batch")
-                    parallel.backward((parallel.model.weight * (step + rank)).square().mean())
-        except (ValueError, PeerFailed) as error:
+                    factor = hand(parallel, step)
+                    parallel.backward((parallel.model.weight * (step + rank)).square().mean() * factor)
+        except (ValueError, st.StrettoError) as error:
             return f"{type(error).__name__}: {error}"
         return "no error"
 
     found = VirtualCluster(4).run(program).values
-    assert found[1] == "ValueError: a bad batch"
-    assert found[0] == "PeerFailed: rank 0: rank 1 has given up the group.0.0 of ranks 0, 1 after an error"
-    assert found[2].startswith("PeerFailed: rank 2: rank 1 has given up the group.0 after")
-
-
-def test_ranks_of_a_node_that_would_step_with_other_settings_are_named_at_once() -> None:
-    def program(rank: int, group: distributed.ProcessGroup) -> str:
-        parallel = start(rank, group, st.LocalSGD(rate=0.1, worker="node"), options={"ranks_per_node": 2})
-        try:
-            for step in range(11):
-                if (rank, step) == (3, 2):
-                    parallel.optimizer.param_groups[0]["lr"] = 0.5
-                parallel.backward((parallel.model.weight * (step + rank)).square().mean())
-        except (WorkerDisagrees, PeerFailed) as error:
-            return f"{type(error).__name__}: {error}"
-        return "no error"
-
-    found = VirtualCluster(4).run(program).values
-    for rank in (2, 3):
-        assert found[rank].startswith(
-            f"WorkerDisagrees: rank {rank}, after step 2: ranks differ in optimizer"
-        )
-        assert "lr=0.05' as on rank 2" in found[rank]
-        assert "lr=0.5' on rank 3 (differing ranks: [3])" in found[rank]
-    assert found[0].startswith("PeerFailed: rank 0: rank ")
+    for rank, (text, expected) in enumerate(zip(found, words, strict=False)):
+        assert text.startswith(expected.format(rank)), text
+        if expected is DISAGREES:
+            assert "lr=0.05' as on rank 2" in text
+            assert "lr=0.5' on rank 3 (differing ranks: [3])" in text
 
 
 def test_a_stop_of_one_rank_ends_all_at_the_next_average() -> None:
     def program(rank: int, group: distributed.ProcessGroup) -> tuple[int, Tensor]:
-        parallel = start(rank, group, st.DiLoCo(interval=4, worker="node"), options={"ranks_per_node": 2})
+        parallel = start(rank, group, st.DiLoCo(interval=4, worker="node"), options=NODES)
         for step in parallel.feed(range(100)):
             if (rank, step) == (2, 5):
                 parallel.stop()
@@ -208,7 +199,7 @@ def test_a_loop_without_feed_may_end_on_one_rank_of_a_node_before_the_other() ->
     """`finish` hands over rounds without weight until its node-mates come too."""
 
     def program(rank: int, group: distributed.ProcessGroup) -> tuple[int, Tensor]:
-        parallel = start(rank, group, st.DiLoCo(interval=4, worker="node"), options={"ranks_per_node": 2})
+        parallel = start(rank, group, st.DiLoCo(interval=4, worker="node"), options=NODES)
         for step in range((6, 3, 9, 9)[rank]):
             parallel.backward((parallel.model.weight * (step + rank)).square().mean())
         parallel.finish()
