@@ -53,11 +53,12 @@ def test_a_damaged_word_is_found_and_repaired_to_the_bit(name: str) -> None:
         assert digest(damaged) == digest(tensor)
 
 
-@pytest.mark.parametrize("first", [8190, 8189, 8188])
-def test_a_run_around_the_end_of_a_row_is_repaired(first: int) -> None:
+@pytest.mark.parametrize(("first", "factor"), [(8190, -1), (8189, -1), (8188, -1), (101, -3)])
+def test_a_run_is_repaired_also_around_the_end_of_a_row(first: int, factor: int) -> None:
+    """Where only signs change, every word changes alike."""
     tensor = torch.randn(3 * 8192)
     damaged = tensor.clone()
-    damaged[first : first + 5].neg_()  # every changed sign is the same change of its word
+    damaged[first : first + 5] *= factor
     assert repairs(Checksum.of(tensor), damaged)
     assert torch.equal(damaged, tensor)
 
@@ -85,16 +86,6 @@ def test_a_run_whose_changes_cancel_in_the_sum_of_its_row_is_repaired() -> None:
     assert torch.equal(damaged, words)
 
 
-def test_a_run_of_four_elements_is_repaired_too() -> None:
-    tensor = torch.randn(3 * 8192)
-    damaged = tensor.clone()
-    damaged[101:105] *= -3
-    found = next(explanations(Sums.of(tensor), Sums.of(damaged)))
-    assert len(found) == 3
-    repair(damaged, found)
-    assert torch.equal(damaged, tensor)
-
-
 def test_equal_tensors_show_no_damage_and_other_lengths_no_place() -> None:
     tensor = torch.randn(20000)
     assert list(explanations(Sums.of(tensor), Sums.of(tensor.clone()))) == []
@@ -102,11 +93,6 @@ def test_equal_tensors_show_no_damage_and_other_lengths_no_place() -> None:
     assert not are_alike(Sums.of(tensor), Sums.of(longer))
     assert list(explanations(Sums.of(tensor), Sums.of(longer))) == []
     assert digest(tensor) != digest(longer)
-
-
-def test_the_seed_tells_equal_values_apart() -> None:
-    tensor = torch.zeros(64)
-    assert len({digest(tensor, seed) for seed in range(100)}) == 100
 
 
 def test_what_hides_from_the_sums_does_not_hide_from_the_digest() -> None:
