@@ -14,6 +14,10 @@ from torch import Tensor, nn
 import stretto as st
 from stretto import checkpoint
 from stretto.checkpoint import Held
+from stretto.share import read_share
+from stretto.survive.copies import Copies
+from stretto.survive.folder import Folder
+from stretto.survive.generations import Memory
 from stretto_lab.virtual import VirtualCluster
 from tests.draws import seeds
 
@@ -157,8 +161,59 @@ def outcome(job: Job) -> Outcome:
     return job.holds(), job.told()
 
 
-def through_memory(change: Change, rank: int, group: Any) -> Outcome:
-    """Go on in another job over the same model, in the same process."""
+Way = Callable[[Job, Path, Callable[[], st.DataParallel]], st.DataParallel]
+"""Carries the state of a job, which has not ended, into another one."""
+
+
+def files(job: Job, folder: Path, begin: Callable[[], st.DataParallel], **how: Any) -> st.DataParallel:
+    checkpoint.save(job.parallel, folder, loader=job.batches, **how)
+    job.parallel.finish()
+    following = begin()
+    checkpoint.load(following, folder, loader=job.batches)
+    return following
+
+
+def beside_training(job: Job, folder: Path, begin: Callable[[], st.DataParallel]) -> st.DataParallel:
+    return files(job, folder, begin, async_save=True)
+
+
+def memory(job: Job, _: Path, begin: Callable[[], st.DataParallel]) -> st.DataParallel:
+    return checkpoint.continued(job.parallel, begin, loader=job.batches)
+
+
+def another_process(job: Job, _: Path, begin: Callable[[], st.DataParallel]) -> st.DataParallel:
+    held = pickle.dumps(checkpoint.hold(job.parallel, loader=job.batches))
+    job.parallel.finish()
+    following = begin()
+    checkpoint.load(following, [pickle.loads(held)], loader=job.batches)
+    return following
+
+
+def a_connection(job: Job, _: Path, begin: Callable[[], st.DataParallel]) -> st.DataParallel:
+    content = bytes(checkpoint.hold(job.parallel, loader=job.batches).written().joined())
+    job.parallel.finish()
+    following = begin()
+    checkpoint.load(following, [read_share(content, "a share")], loader=job.batches)
+    return following
+
+
+def a_machine(job: Job, folder: Path, begin: Callable[[], st.DataParallel]) -> st.DataParallel:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    own = Memory("a machine", is_first=True, folder=Folder(folder))
+    own.keep(job.parallel, Copies(job.parallel, job.parallel.job.everyone.group), None, loader=job.batches)
+    job.parallel.finish()
+    following = begin()
+    found = Memory("a machine", is_first=True, folder=Folder(folder))
+    copies = Copies(following, following.job.everyone.group)
+    assert found.load(following, copies, loader=job.batches) is not None
+    return following
+
+
+CARRIERS: tuple[Way, ...] = (beside_training, memory, another_process, a_connection, a_machine)
+
+
+def carried(way: Way, change: Change, rank: int, group: Any, folder: Path) -> Outcome:
+    """Train, and go on under the other settings over the same model, from a state that is carried in a way."""
     job, case = Job(change.first, rank, group), change.second
     job.feed(change.step)
 
@@ -168,36 +223,28 @@ def through_memory(change: Change, rank: int, group: Any) -> Outcome:
             guards=case.guards, group=group, options=case.options,
         )  # fmt: skip
 
-    job.parallel, job.updates = checkpoint.continued(job.parallel, begin, loader=job.batches), []
+    job.parallel, job.updates = way(job, folder, begin), []
     job.feed(END)
     return outcome(job)
 
 
-def through_files(change: Change, rank: int, group: Any, folder: Path) -> Outcome:
-    """Save, and go on in a job that knows nothing of the one before."""
-    job = Job(change.first, rank, group)
-    job.feed(change.step)
-    checkpoint.save(job.parallel, folder, loader=job.batches)
-    job.parallel.finish()
-    other = Job(change.second, rank, group)
-    checkpoint.load(other.parallel, folder, loader=other.batches)
-    other.feed(END)
-    return outcome(other)
-
-
 @pytest.mark.parametrize("seed", seeds(12))
-def test_the_door_through_memory_ends_as_the_door_through_files(seed: int, tmp_path: Path) -> None:
+def test_whatever_carries_a_state_a_job_goes_on_from_it_alike(seed: int, tmp_path: Path) -> None:
     change = Change.drawn(seed)
-    ways = [
-        VirtualCluster(change.first.ranks).run(program).values
-        for program in (
-            lambda rank, group: through_memory(change, rank, group),
-            lambda rank, group: through_files(change, rank, group, tmp_path),
+
+    def ends(way: Way) -> Sequence[Outcome]:
+        folder = tmp_path / way.__name__
+        return (
+            VirtualCluster(change.first.ranks)
+            .run(lambda rank, group: carried(way, change, rank, group, folder))
+            .values
         )
-    ]
-    for (held, told), (expected, expected_told) in zip(*ways, strict=True):
-        assert differing(held, expected) == [], change
-        assert told == expected_told, change
+
+    expected = ends(files)
+    for way in CARRIERS:
+        for (held, told), (as_files, told_of_files) in zip(ends(way), expected, strict=True):
+            assert differing(held, as_files) == [], (way.__name__, change)
+            assert told == told_of_files, (way.__name__, change)
 
 
 def held_by(case: Case, step: int, folder: Path) -> Sequence[Held]:

@@ -9,6 +9,7 @@ import pytest
 
 import stretto as st
 from stretto.errors import CheckpointError
+from stretto.share import Written
 from stretto.survive.folder import Folder
 from stretto.survive.shares import Generation, Share
 from tests.draws import seeds
@@ -19,9 +20,14 @@ NAMES = (
 )  # fmt: skip
 
 
+def share_of(rng: random.Random) -> Share:
+    written = Written([0, "ddp", "SGD", 2, ""], [("extra", None, [(0, rng.randbytes(16))])])
+    return Share(2, written.digest, written.joined())
+
+
 def entry(folder: Path, rng: random.Random, outside: Path) -> None:
     """Put something of somebody else's there: a file, a folder, a link, a pipe."""
-    share = Share.of(2, rng.randbytes(4)).name(Generation(rng.randrange(3), rng.randrange(9), "ab"), 1)
+    share = share_of(rng).name(Generation(rng.randrange(3), rng.randrange(9), "ab"), 1)
     kind = rng.choice(["file", "folder", "link", "dangling", "pipe"])
     name = rng.choice(NAMES)
     if kind != "file":  # no file of ours is any of these, whatever its name
@@ -70,7 +76,7 @@ def test_nothing_foreign_is_touched(seed: int, tmp_path: Path) -> None:
         before = seen(place)
         folder = Folder(path)
         assert list(folder.shares()) == [], (seed, case)
-        share, generation = Share.of(2, rng.randbytes(16)), Generation(1, rng.randrange(9), "cd")
+        share, generation = share_of(rng), Generation(1, rng.randrange(9), "cd")
         folder.write(generation, 0, share)
         (path / f"{share.name(generation, 1)}.x1y2z3a4.part").write_text("half of one")
         folder.note_whole()

@@ -9,13 +9,13 @@ names than ours, and links, are neither read nor removed.
 """
 
 import contextlib
-import mmap
 import os
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from stretto.disk import mapped
 from stretto.errors import CheckpointError
 from stretto.survive.shares import Generation, Share, named
 
@@ -64,7 +64,7 @@ class Folder:
                 path.unlink(missing_ok=True)  # of a process that has ended amid it
                 continue
             generation, owner, owners, digest = found
-            yield generation, owner, Share(owners, digest, _mapped(path))
+            yield generation, owner, Share(owners, digest, mapped(path))
 
     def write(self, generation: Generation, owner: int, share: Share) -> Share:
         """Write a share; return it as it is in the file.
@@ -83,7 +83,7 @@ class Folder:
             except OSError:
                 Path(part).unlink(missing_ok=True)
                 raise
-            return Share(share.owners, share.digest, _mapped(path))
+            return Share(share.owners, share.digest, mapped(path))
         except OSError as error:
             at = os.statvfs(self.path)
             free, whole = (blocks * at.f_frsize / 1e6 for blocks in (at.f_bavail, at.f_blocks))
@@ -121,11 +121,3 @@ class Folder:
         """Remove the folder, once the last process of this machine has dropped its shares."""
         with contextlib.suppress(OSError):  # another one's are there, or somebody else's files
             self.path.rmdir()
-
-
-def _mapped(path: Path) -> memoryview:
-    with path.open("rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            return memoryview(b"")
-        # Nobody writes into it, but PyTorch warns of memory that cannot be written.
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))

@@ -90,10 +90,10 @@ class Memory:
             continuation = parallel.continuation()
             state = continuation.write()
             held = hold(continuation, parallel.strategy.name, state, loader, extra, copies=False)
-            content = held.written().joined()
+            written = held.written()
+            own = Share(parallel.world_size, written.digest, written.joined())
             for listener in parallel.job.model.listeners:
                 listener.committed_is_read()
-        own = Share.of(parallel.world_size, content)
         generation = Generation(self._term, parallel.steps, self._key)
 
         def put_own() -> list[Any]:
@@ -102,7 +102,7 @@ class Memory:
                 raise failure
             self._drop([generation])  # kept once more at the same update
             self._put(generation, parallel.rank, own)
-            return [len(content), own.digest, self._machine, self._is_doubled, told]
+            return [len(own.content), own.digest, self._machine, self._is_doubled, told]
 
         outdated = sorted(self._shares.keys() - {generation})
         try:
@@ -128,7 +128,7 @@ class Memory:
             self._is_doubled = not awaited
 
         if to:
-            copies.give(content, [length for length, *_ in records], to, take)
+            copies.give(own.content, [length for length, *_ in records], to, take)
         return [(machine, told) for _, _, machine, _, told in records]
 
     def load(
@@ -214,7 +214,7 @@ class Memory:
         told: list[Any] = Ranks(parallel).gather("giving out copies of shares", lambda: records)
         to = buddies(machines)
         for index in range(max(map(len, told))):
-            content = shares[alone[index]].content if index < len(alone) else b""
+            content = shares[alone[index]].content if index < len(alone) else memoryview(b"")
             lengths = [given[index][3] if index < len(given) else 0 for given in told]
 
             def take(source: int, copied: memoryview, index: int = index) -> None:

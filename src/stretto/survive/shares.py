@@ -3,7 +3,8 @@
 import dataclasses
 import re
 
-import xxhash
+from stretto.errors import StrettoError
+from stretto.share import read_share
 
 _NAME = re.compile(r"(\d+)-(\d+)-([0-9a-f]*)\.(\d+)-of-(\d+)\.([0-9a-f]{32})")
 
@@ -27,17 +28,17 @@ class Share:
     owners: int
     """How many shares the generation has."""
     digest: str
-    content: bytes | memoryview
-
-    @classmethod
-    def of(cls, owners: int, content: bytes | memoryview) -> "Share":
-        """Return the share that a rank keeps."""
-        return cls(owners, _digest(content), content)
+    content: memoryview
+    """Those of a file of a checkpoint."""
 
     @property
     def is_sound(self) -> bool:
         """Whether it is what it was when it was kept."""
-        return _digest(self.content) == self.digest
+        try:
+            read_share(self.content, "a share", self.digest)
+        except StrettoError:
+            return False
+        return True
 
     def name(self, generation: Generation, owner: int) -> str:
         """Return its name as a file."""
@@ -51,7 +52,3 @@ def named(name: str) -> tuple[Generation, int, int, str] | None:
         return None
     term, step, key, owner, owners, digest = found.groups()
     return Generation(int(term), int(step), key), int(owner), int(owners), digest
-
-
-def _digest(content: bytes | memoryview) -> str:
-    return xxhash.xxh3_128_hexdigest(content)
