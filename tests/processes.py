@@ -15,12 +15,13 @@ import pickle
 import re
 import runpy
 import signal
+import socket
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker
@@ -293,6 +294,19 @@ class Command:
         self._process.join()
         for end in (self.stdout, self.stderr):
             end.close()
+
+
+@contextmanager
+def launched(world_size: int, *words: str, **given: Any) -> Iterator[list[Command]]:
+    """Start a program on ranks that know of each other what a launcher of another kind tells them."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    told["WORLD_SIZE"] = str(world_size)
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(Command(*words, variables={**told, "RANK": str(rank)}, **given))
+            for rank in range(world_size)
+        ]
 
 
 def _command_main(

@@ -55,11 +55,6 @@ def cut(draw: random.Random, file: Path, run: Path) -> None:
     file.write_bytes(content[: draw.choice([0, draw.randrange(len(content))])])
 
 
-def grow(draw: random.Random, file: Path, run: Path) -> None:
-    """Write something behind its end."""
-    file.write_bytes(file.read_bytes() + draw.choice([b"\0", b"more", file.read_bytes()]))
-
-
 def delete(draw: random.Random, file: Path, run: Path) -> None:
     """Delete the file, or the folder that it is in."""
     if file.parent != run and draw.random() < 0.3:
@@ -68,26 +63,12 @@ def delete(draw: random.Random, file: Path, run: Path) -> None:
         file.unlink()
 
 
-def swap(draw: random.Random, file: Path, run: Path) -> None:
-    """Exchange it with another file."""
-    other = draw.choice(files(run))
-    content = file.read_bytes()
-    file.write_bytes(other.read_bytes())
-    other.write_bytes(content)
-
-
 def duplicate(draw: random.Random, file: Path, run: Path) -> None:
     """Put it into the place of another, or a whole checkpoint under a newer name."""
     if file.parent != run and draw.random() < 0.5:
         shutil.copytree(file.parent, file.parent.with_name("000009-step-9"), dirs_exist_ok=True)
     else:
         shutil.copy(file, draw.choice([other for other in files(run) if other != file]))
-
-
-def stale(draw: random.Random, file: Path, run: Path) -> None:
-    """Put the piece of another checkpoint there."""
-    others = sorted(run.glob(f"checkpoints/*/{file.name}")) if file.parent != run else files(run)
-    shutil.copy(draw.choice([other for other in others if other != file]), file)
 
 
 def nest(draw: random.Random, file: Path, run: Path) -> None:
@@ -141,9 +122,8 @@ def strange(draw: random.Random, file: Path, run: Path) -> None:
         (run / "checkpoints" / name / "manifest.json").mkdir(parents=True)
 
 
-DAMAGES: tuple[Damage, ...] = (
-    flip, cut, grow, delete, swap, duplicate, stale, nest, plant, replace, link, strange
-)  # fmt: skip
+DAMAGES: tuple[Damage, ...] = (flip, cut, delete, duplicate, nest, plant, replace, link, strange)
+"""Grown, exchanged and stale files are among the damages of checkpoints."""
 
 
 def files(run: Path) -> list[Path]:

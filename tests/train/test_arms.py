@@ -28,17 +28,6 @@ def test_an_arm_carries_options_of_its_strategy_and_settings_of_its_run() -> Non
     assert run.strategy == arm.text
 
 
-def test_options_are_read_by_the_kind_of_their_defaults() -> None:
-    arm = parse_arm("local:rate=0.25:plan=bernoulli:max_gap=50:state=on:seed=3")
-    assert arm.strategy() == LocalSGD(rate=0.25, plan="bernoulli", max_gap=50, state=True, seed=3)
-
-
-def test_an_arm_keeps_what_it_does_not_set() -> None:
-    job = Job(task=Tiny(lr=0.5), clock=Clock(minimum=2, maximum=4), seed=7, link="1gbit")
-    run = job.run_of(parse_arm("wp"))
-    assert (run.task, run.clock, run.seed, run.link) == (job.task, job.clock, 7, "1gbit")
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -51,9 +40,15 @@ def test_an_arm_keeps_what_it_does_not_set() -> None:
         ("average:10:fragments=1:delay=0", Average(10, 1, 0)),
         ("acco:1", ACCO(first=1)),
         ("diloco:30:delay=2", DiLoCo(interval=30, delay=2)),
+        (
+            "local:rate=0.25:plan=bernoulli:max_gap=50:state=on:seed=3",
+            LocalSGD(rate=0.25, plan="bernoulli", max_gap=50, state=True, seed=3),
+        ),
     ],
 )
-def test_a_number_that_comes_first_is_the_first_option(text: str, expected: Strategy) -> None:
+def test_options_are_read_by_the_kind_of_their_defaults_and_a_number_that_comes_first_is_the_first(
+    text: str, expected: Strategy
+) -> None:
     assert parse_arm(text).strategy() == expected
 
 

@@ -1,29 +1,23 @@
 """A run is as long as a number of fresh samples, on all ranks alike: to the bit, under clocks, echoes and a resume."""
 
-import dataclasses
 import math
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from stretto.engine import Clock
-from stretto.errors import ConfigError
 from stretto.schedules import Cosine
 from stretto.strategies import STRATEGIES
 from stretto_lab.observe import read_json_lines
 from stretto_lab.train.arms import parse_arm
-from stretto_lab.train.budget import Budget, Paced
-from stretto_lab.train.configuration import RunConfig
-from stretto_lab.train.handle import check_run
+from stretto_lab.train.budget import Budget
 from stretto_lab.train.outcome import Outcome
 from stretto_lab.train.simulation import SimulateConfig, simulate
 from tests.draws import seeds
-from tests.recipes.files import Killed, kill_at, train_virtually
-from tests.train import tiny
-from tests.train.runs import model_bits, records, tiny_run, train
+from tests.recipes.files import expect_same_bits_after_a_kill
+from tests.train.runs import model_bits, tiny_run, train
 from tests.train.tiny import Tiny
 
 STAYING = (
@@ -33,11 +27,11 @@ STAYING = (
 HEARING = tuple(text for text in STAYING if not any(name in text for name in ("local", "diloco", "average")))
 
 
-def ran(folder: Path, **settings: Any) -> tuple[list[Outcome], list[dict[str, Any]], dict[str, bytes]]:
+def ran(folder: str, **settings: Any) -> tuple[list[Outcome], list[dict[str, Any]], dict[str, bytes]]:
     """Return the outcomes of all ranks, the records of all updates, and the model's bits."""
-    chosen = {"network": "1mbit,1ms", "micro_batch_ms": 3.0, "run_dir": str(folder), **settings}
+    chosen = {"network": "1mbit,1ms", "micro_batch_ms": 3.0, "run_dir": folder, **settings}
     outcomes = simulate(SimulateConfig(**chosen)).values
-    return list(outcomes), read_json_lines(folder / "updates.jsonl"), model_bits(str(folder))
+    return list(outcomes), read_json_lines(Path(folder, "updates.jsonl")), model_bits(folder)
 
 
 def test_all_strategies_are_tried() -> None:
@@ -45,7 +39,7 @@ def test_all_strategies_are_tried() -> None:
 
 
 @pytest.mark.parametrize("case", seeds(8))
-def test_fixed_counts_end_as_the_corresponding_updates_do_to_the_bit(case: int, tmp_path: Path) -> None:
+def test_fixed_counts_end_as_the_corresponding_updates_do_to_the_bit(case: int) -> None:
     draw = random.Random(case)
     ranks, micro_batches, batch, updates = (draw.randint(*ends) for ends in ((1, 4), (2, 4), (4, 9), (4, 8)))
     each = ranks * micro_batches * batch
@@ -56,9 +50,9 @@ def test_fixed_counts_end_as_the_corresponding_updates_do_to_the_bit(case: int, 
         "strategy": draw.choice(STAYING),
         "seed": case,
     }
-    by_updates = ran(tmp_path / "updates", updates=updates, **shared)
+    by_updates = ran("updates", updates=updates, **shared)
     # The budget need not divide: the last update is the first at or beyond it.
-    by_samples = ran(tmp_path / "samples", samples=updates * each - draw.randrange(each), **shared)
+    by_samples = ran("samples", samples=updates * each - draw.randrange(each), **shared)
     assert len(by_updates[1]) == updates
     assert by_samples[1] == by_updates[1]
     assert by_samples[2] == by_updates[2]
@@ -66,9 +60,7 @@ def test_fixed_counts_end_as_the_corresponding_updates_do_to_the_bit(case: int, 
 
 
 @pytest.mark.parametrize("case", seeds(16))
-def test_a_run_ends_with_the_first_update_at_or_beyond_or_where_it_overlaps_one_later(
-    case: int, tmp_path: Path
-) -> None:
+def test_a_run_ends_with_the_first_update_at_or_beyond_or_where_it_overlaps_one_later(case: int) -> None:
     draw = random.Random(case)
     strategy = draw.choice(HEARING)
     overlaps = parse_arm(strategy).overlaps
@@ -76,7 +68,7 @@ def test_a_run_ends_with_the_first_update_at_or_beyond_or_where_it_overlaps_one_
     ranks, micro_batches, budget = draw.randint(2, 4), draw.randint(2, 3), draw.randint(150, 600)
     has_clock = overlaps and "@" not in strategy and draw.random() < 0.7
     outcomes, updates, _ = ran(
-        tmp_path / "run",
+        "run",
         task=Tiny(),
         ranks=ranks,
         micro_batches=micro_batches,
@@ -108,10 +100,10 @@ def test_a_run_ends_with_the_first_update_at_or_beyond_or_where_it_overlaps_one_
 )
 @pytest.mark.parametrize("echo", ["even:uses=2", "bernoulli:p=0.4", "bernoulli:p=cosine(1,0.25)"])
 def test_ranks_that_step_alone_end_at_the_same_update_with_what_all_have_loaded(
-    strategy: str, echo: str, tmp_path: Path
+    strategy: str, echo: str
 ) -> None:
     outcomes, updates, _ = ran(
-        tmp_path / "run", task=Tiny(), ranks=3, micro_batches=2, strategy=strategy, echo=echo, samples=500
+        "run", task=Tiny(), ranks=3, micro_batches=2, strategy=strategy, echo=echo, samples=500
     )
     assert len({(outcome.updates, outcome.fresh_batches) for outcome in outcomes}) == 1
     before = sum(record["fresh"] for record in updates[:-1])
@@ -132,22 +124,14 @@ def test_ranks_that_step_alone_end_at_the_same_update_with_what_all_have_loaded(
 def test_a_killed_run_goes_on_to_the_same_bits(
     strategy: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tiny_run(strategy=strategy, updates=None, samples=500, checkpoint_every=1, **settings)
-    train_virtually(dataclasses.replace(run, run_dir="whole"), 2)
-    with monkeypatch.context() as patched:
-        patched.setattr("tests.train.tiny.quadrant_loss", kill_at(31, tiny.quadrant_loss))
-        with pytest.raises(Killed):
-            train_virtually(dataclasses.replace(run, run_dir="killed"), 2)
-    before = len(records("killed"))
-    train_virtually(dataclasses.replace(run, run_dir="killed", resume=True), 2)
-    assert 0 < before < len(records("killed"))
-    assert (records("killed"), model_bits("killed")) == (records("whole"), model_bits("whole"))
+    run = tiny_run(strategy=strategy, updates=None, samples=500, **settings)
+    expect_same_bits_after_a_kill(run, monkeypatch, "tests.train.tiny.quadrant_loss", 31)
 
 
-def test_learning_rates_follow_the_samples_under_a_clock(tmp_path: Path) -> None:
+def test_learning_rates_follow_the_samples_under_a_clock() -> None:
     # Tiny's rate is 0.01 * 0.97 ** n after n nominal updates, of 3 ranks with 2 micro-batches of 8.
     _, updates, _ = ran(
-        tmp_path / "run",
+        "run",
         task=Tiny(),
         ranks=3,
         micro_batches=2,
@@ -167,43 +151,6 @@ def test_a_stock_method_ends_at_the_same_budget() -> None:
     theirs = train(tiny_run(strategy="torch-ddp", updates=None, samples=300, echo="even:uses=1.5"))
     assert [one.updates for one in ours] == [one.updates for one in theirs]
     assert ours[0].fresh_samples == theirs[0].fresh_samples >= 300
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"updates": 3, "samples": 9}, "updates=3 and samples=9: expected one length"),
-        ({"samples": 0}, "samples must be at least 1"),
-        ({"samples": 90, "strategy": "local:rate=0.5", "echo": "ready"}, "ranks that step alone do not hear"),
-        (
-            {"samples": 90, "strategy": "local:rate=0.5", "echo": "even", "nonfinite": "skip"},
-            "ranks that step alone do not hear",
-        ),
-        (
-            {"samples": 90, "strategy": "local:rate=cosine(1,0.1)", "echo": "even:uses=2"},
-            "expected plan=bernoulli, or the number of updates as a third value",
-        ),
-        (
-            {"strategy": "local:rate=cosine(1,0.1)", "seconds": 1.0},
-            "needs its number of updates as a third value",
-        ),
-        ({"strategy": "local:rate=often"}, "cannot read rate='often'"),
-    ],
-)
-def test_what_cannot_be_is_named_before_a_worker_starts(settings: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named.replace("(", r"\(").replace(")", r"\)")):
-        check_run(RunConfig(task=Tiny(), **settings), 2)
-
-
-def test_a_paced_scheduler_is_turned_by_nominal_updates_alone() -> None:
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    paced = Paced(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 0.5**done))
-    optimizer.step()
-    paced.step()
-    assert optimizer.param_groups[0]["lr"] == 1.0
-    paced.turn_to(3)
-    paced.turn_to(2)
-    assert optimizer.param_groups[0]["lr"] == 0.125
 
 
 def test_a_budget_goes_on_on_other_numbers_of_ranks() -> None:

@@ -1,18 +1,20 @@
 """What ends a run, and settings that cannot be."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from stretto.engine import Clock, Options
+from stretto import Noise
+from stretto.engine import Options
 from stretto.errors import ConfigError
 from stretto.groups import SoloGroup
 from stretto.parallel import DataParallel
 from stretto.strategies import STRATEGIES
 from stretto_lab.train.configuration import CompareConfig, Job, RunConfig
-from stretto_lab.train.handle import open_handle
+from stretto_lab.train.handle import check_run, open_handle
 from tests.train.tiny import Tiny
 
 
@@ -61,6 +63,54 @@ def test_a_setting_that_cannot_be_is_refused(kind: Any, settings: dict[str, Any]
 
 
 @pytest.mark.parametrize(
+    ("ranks", "settings", "named"),
+    [
+        (2, {"updates": 3, "samples": 9}, "updates=3 and samples=9: expected one length"),
+        (2, {"samples": 0}, "samples must be at least 1"),
+        (
+            2,
+            {"samples": 90, "strategy": "local:rate=0.5", "echo": "ready"},
+            "ranks that step alone do not hear",
+        ),
+        (
+            2,
+            {"samples": 90, "strategy": "local:rate=0.5", "echo": "even", "nonfinite": "skip"},
+            "ranks that step alone do not hear",
+        ),
+        (
+            2,
+            {"samples": 90, "strategy": "local:rate=cosine(1,0.1)", "echo": "even:uses=2"},
+            "expected plan=bernoulli, or the number of updates as a third value",
+        ),
+        (
+            2,
+            {"strategy": "local:rate=cosine(1,0.1)", "seconds": 1.0},
+            "needs its number of updates as a third value",
+        ),
+        (2, {"strategy": "local:rate=often"}, "cannot read rate='often'"),
+        (2, {"echo": "evne"}, "no echo plan is called 'evne'"),
+        (2, {"echo": "even:uses=cosine(1,3)", "seconds": 1.0}, "third value"),
+        (2, {"slow_loader": "fast"}, "cannot read the slow loader"),
+        (2, {"slow_loader": "3,burn"}, "cannot read the slow loader"),
+        (4, {"shard": 3}, "shard=3: expected a divisor of the 4 ranks"),
+        (4, {"shard": 2, "strategy": "torch-ddp"}, "strategy='torch-ddp', a stock method"),
+        (4, {"shard": 2, "link": "10mbit"}, "link='10mbit', which would slow down the inside of nodes too"),
+        (4, {"shard": 2, "ranks_per_node": 2}, "ranks_per_node, whose ranks FSDP2 has already"),
+        (4, {"shard": 2, "noise": Noise(0.1)}, "noise"),
+        (2, {"slow": {2: 3.0}}, "slow names rank 2; the run has ranks 0 to 1"),
+        (2, {"slow": {1: 0.5}}, "expected a factor of at least 1"),
+        (2, {"slow": {1: float("nan")}}, "expected a factor of at least 1"),
+        (2, {"slow": {1: 3.0}, "strategy": "torch-ddp"}, "a stock method tells nobody of its micro-batches"),
+    ],
+)
+def test_what_cannot_run_is_named_before_a_worker_starts(
+    ranks: int, settings: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        check_run(RunConfig(task=Tiny(normed=False), **settings), ranks)
+
+
+@pytest.mark.parametrize(
     ("kind", "settings"),
     [
         (Job, {"workers": 1, "seed": 0, "shard": 1, "micro_batches": 1, "updates": 1}),
@@ -81,7 +131,3 @@ def test_one_word_sets_guards_that_fit_any_strategy(strategy: str) -> None:
         assert isinstance(parallel, DataParallel)
         assert parallel.options.verified
         assert parallel.guards
-
-
-def test_a_clock_is_a_setting_like_any_other() -> None:
-    assert Job(task=Tiny(), clock=Clock(minimum=2, maximum=3)).clock == Clock(minimum=2, maximum=3)

@@ -1,45 +1,18 @@
 """Runs that echo: what is recorded, and that they resume to the bit in the middle of a batch's uses."""
 
 import dataclasses
-import random
 from typing import Any
 
 import pytest
 
-from stretto.errors import ConfigError, WorkerFailed
 from stretto_lab.train.slow_loader import SlowLoader, SlowStore
-from tests.train.runs import evaluations, model_bits, records, tiny_run, train, train_until_killed
+from tests.train.runs import model_bits, records, tiny_run, train
 from tests.train.tiny import Tiny
-
-NEVER = -1
-
-
-def written(folder: str) -> tuple[object, ...]:
-    return records(folder), evaluations(folder), model_bits(folder)
 
 
 def uses(written: list[dict[str, Any]]) -> list[int]:
     """The use index of every batch."""
     return [use for record in written for use in record["uses"]]
-
-
-@pytest.mark.long(keep=1)
-@pytest.mark.parametrize(
-    ("strategy", "echo"), [("acco", "even:uses=2.5"), ("zero1", "bernoulli:p=linear(1,0.3)")]
-)
-def test_a_run_that_is_killed_between_two_uses_of_a_batch_resumes_to_the_bit(
-    strategy: str, echo: str
-) -> None:
-    calls = train(tiny_run("whole", strategy=strategy, echo=echo), 2, train_until_killed, 0, NEVER)
-    assert any(record["echoed"] for record in records("whole"))
-    draw = random.Random(strategy)
-    victim = draw.randrange(2)
-    run = tiny_run("killed", strategy=strategy, echo=echo)
-    # From the second half on: by then there is a checkpoint, three updates of two batches in.
-    with pytest.raises(WorkerFailed, match=f"rank {victim} of 2 .* killed by SIGKILL"):
-        train(run, 2, train_until_killed, victim, draw.randrange(calls[victim] // 2, calls[victim]))
-    train(dataclasses.replace(run, resume=True))
-    assert written("killed") == written("whole")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +58,7 @@ def test_plans_that_go_by_time_train_over_a_slow_loader(echo: str) -> None:
 
 
 def test_a_run_that_echoes_resumes_at_another_world_size_with_what_is_unseen() -> None:
-    run = dataclasses.replace(tiny_run("run", strategy="zero1", echo="even:uses=2", updates=6), task=Tiny())
+    run = tiny_run("run", strategy="zero1", echo="even:uses=2", updates=6)
     train(run)
     again = dataclasses.replace(run, updates=10, resume=True, micro_batches=4, workers=1)
     (outcome,) = train(again, world_size=1)
@@ -115,16 +88,3 @@ def test_a_slow_loader_takes_its_time_and_is_the_loader_it_slows_down() -> None:
 )
 def test_slow_loaders_are_read_from_one_word(text: str, store: SlowStore | None) -> None:
     assert SlowStore.parse(text) == store
-
-
-@pytest.mark.parametrize("text", ["fast", "3,burn", "1.2.3"])
-def test_what_is_no_slow_loader_is_named(text: str) -> None:
-    with pytest.raises(ConfigError, match="cannot read the slow loader"):
-        tiny_run(slow_loader=text)
-
-
-def test_what_is_no_plan_is_named_before_a_worker_starts() -> None:
-    with pytest.raises(ConfigError, match="no echo plan is called 'evne'"):
-        tiny_run(echo="evne")
-    with pytest.raises(ConfigError, match="third value"):
-        tiny_run(echo="even:uses=cosine(1,3)", updates=None, seconds=1.0)

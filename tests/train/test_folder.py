@@ -33,18 +33,18 @@ def contents(folder: Path) -> dict[str, bytes | None]:
     ],
 )
 def test_a_folder_of_others_is_refused_before_anything_is_written(
-    fill: Callable[[Path], object], resume: bool, tmp_path: Path
+    fill: Callable[[Path], object], resume: bool
 ) -> None:
-    fill(tmp_path)
-    (tmp_path / "notes.txt").write_text("mine")
-    before = contents(tmp_path)
+    fill(Path())
+    Path("notes.txt").write_text("mine")
+    before = contents(Path())
     with pytest.raises(ConfigError, match="name another --run-dir"):
-        prepare_run_folder(tiny_run(str(tmp_path), resume=resume))
-    assert contents(tmp_path) == before
+        prepare_run_folder(tiny_run(".", resume=resume))
+    assert contents(Path()) == before
 
 
-def test_what_a_run_may_begin_in_and_go_on_in(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
+def test_what_a_run_may_begin_in_and_go_on_in() -> None:
+    folder = Path("run")
     prepare_run_folder(tiny_run(str(folder)))
     with pytest.raises(ConfigError, match="holds a run already: continue it with --resume"):
         prepare_run_folder(tiny_run(str(folder)))
@@ -57,8 +57,8 @@ def test_what_a_run_may_begin_in_and_go_on_in(tmp_path: Path) -> None:
         prepare_run_folder(tiny_run(str(folder / "slurm.out")))
 
 
-def test_records_outlive_a_full_disk(tmp_path: Path) -> None:
-    path = tmp_path / "updates.jsonl"
+def test_records_outlive_a_full_disk() -> None:
+    path = Path("updates.jsonl")
     lines = JsonLines(path, keep_until=None)
     lines.write({"step": 1})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -79,8 +79,8 @@ def test_records_outlive_a_full_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "torn", [b'{"step": 3', b'{"step": 3{"step": 4}\n', b"[" * 100_000 + b"\n", b"\0\0\n"]
 )
-def test_a_last_line_that_is_torn_or_joined_is_left_out(torn: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "updates.jsonl"
+def test_a_last_line_that_is_torn_or_joined_is_left_out(torn: bytes) -> None:
+    path = Path("updates.jsonl")
     whole = b'{"step": 1}\n{"step": 2}\n'
     path.write_bytes(whole + torn)
     assert read_json_lines(path) == [{"step": 1}, {"step": 2}]
@@ -94,8 +94,8 @@ def test_a_last_line_that_is_torn_or_joined_is_left_out(torn: bytes, tmp_path: P
         JsonLines(path, keep_until=9)
 
 
-def test_a_file_that_cannot_be_replaced_is_what_it_was(tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
+def test_a_file_that_cannot_be_replaced_is_what_it_was() -> None:
+    path = Path("model.pt")
     path.write_text("old")
 
     def fail(unfinished: Path) -> None:
@@ -104,6 +104,6 @@ def test_a_file_that_cannot_be_replaced_is_what_it_was(tmp_path: Path) -> None:
 
     with pytest.raises(DiskError, match=r"model\.pt cannot be written: No space left on device"):
         replace_file(path, fail)
-    assert contents(tmp_path) == {"model.pt": b"old"}
+    assert contents(Path()) == {"model.pt": b"old"}
     replace_file(path, lambda unfinished: unfinished.write_text(json.dumps("new")))
-    assert contents(tmp_path) == {"model.pt": b'"new"'}
+    assert contents(Path()) == {"model.pt": b'"new"'}

@@ -16,7 +16,7 @@ from stretto_lab.train.processes import Stops, stops_exit, supervised
 from tests.processes import Command
 
 
-def tell_and_wait(pipe: Connection, number: int) -> None:
+def tell_and_wait(_: object, number: int) -> None:
     sys.stdout.write(f"{number} runs\n")
     sys.stdout.flush()
     threading.Event().wait()
@@ -60,17 +60,6 @@ def stop_itself(asked: int) -> None:
         sys.stdout.flush()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_the_first_stop_signal_lets_processes_land_and_is_raised_then(number: signal.Signals) -> None:
-    with Command(function=functools.partial(stop_itself, number)) as command:
-        shown, complaint = command.communicate()
-    assert shown == "training\nlanded\n"
-    if number == signal.SIGINT:
-        assert complaint.endswith("KeyboardInterrupt\n")
-    else:
-        assert command.returncode == -number
-
-
 def go_on_whatever_comes(asked: int, is_command: bool) -> None:
     """A program that catches everything, as a test runner does."""
     with stops_exit() if is_command else contextlib.nullcontext():
@@ -83,13 +72,21 @@ def go_on_whatever_comes(asked: int, is_command: bool) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_stop_signal_ends_a_program_that_trains_and_a_command_by_its_exit_code(number: int) -> None:
-    with Command(function=functools.partial(go_on_whatever_comes, number, False)) as program:
+@pytest.mark.parametrize("is_command", [False, True])
+def test_a_stop_signal_lets_processes_land_and_ends_a_program_but_a_command_by_its_exit_code(
+    number: int, is_command: bool
+) -> None:
+    with Command(function=functools.partial(go_on_whatever_comes, number, is_command)) as program:
         shown, _ = program.communicate()
-    assert (shown, program.returncode) == ("training\nlanded\n", -number)
-    with Command(function=functools.partial(go_on_whatever_comes, number, True)) as command:
-        shown, _ = command.communicate()
-    assert (shown, command.returncode) == ("training\nlanded\nSystemExit\nwent on\n", 0)
+    more, code = ("SystemExit\nwent on\n", 0) if is_command else ("", -number)
+    assert (shown, program.returncode) == (f"training\nlanded\n{more}", code)
+
+
+def test_ctrl_c_lets_processes_land_and_is_raised_then() -> None:
+    with Command(function=functools.partial(stop_itself, signal.SIGINT)) as command:
+        shown, complaint = command.communicate()
+    assert shown == "training\nlanded\n"
+    assert complaint.endswith("KeyboardInterrupt\n")
 
 
 def never_land(pipe: Connection) -> None:

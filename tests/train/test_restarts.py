@@ -2,9 +2,7 @@
 
 import dataclasses
 import shutil
-import socket
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from stretto_lab.train.launch import LocalRanks
 from stretto_lab.train.outcome import prepare_run_folder
 from stretto_lab.train.restarts import ranks_per_node, train_on
 from stretto_lab.train.workers import RankInfo
-from tests.processes import Command
+from tests.processes import launched
 from tests.train.runs import evaluations, model_bits, records, tiny_run, train
 from tests.train.tiny import Tiny
 
@@ -179,40 +177,29 @@ def test_sums_are_made_inside_nodes_while_all_of_them_are_whole(
 
 
 @pytest.mark.long
-def test_a_run_on_nodes_goes_on_without_a_rank_of_one(tmp_path: Path) -> None:
-    run = struck(str(tmp_path / "run"), workers=4, ranks_per_node=2, faults=(STICKY,), updates=8)
+def test_a_run_on_nodes_goes_on_without_a_rank_of_one() -> None:
+    run = struck("run", workers=4, ranks_per_node=2, faults=(STICKY,), updates=8)
     told = persist(run)
     assert any("3 of 4 workers, no longer summed in nodes of 2" in line for line in told)
-    assert quarantine(str(tmp_path / "run"))[0]["goes_on_with"] == 3
+    assert quarantine("run")[0]["goes_on_with"] == 3
 
 
-def test_a_run_whose_workers_are_nodes_ends_with_the_damage(tmp_path: Path) -> None:
+def test_a_run_whose_workers_are_nodes_ends_with_the_damage() -> None:
     strategy = "diloco:interval=2:worker=node"
-    run = struck(
-        str(tmp_path / "run"), workers=4, ranks_per_node=2, faults=(STICKY,), strategy=strategy, updates=8
-    )
+    run = struck("run", workers=4, ranks_per_node=2, faults=(STICKY,), strategy=strategy, updates=8)
     with pytest.raises(WorkerFailed, match="rank 1"):
         persist(run)
-    assert quarantine(str(tmp_path / "run"))[0]["goes_on_with"] is None
+    assert quarantine("run")[0]["goes_on_with"] is None
 
 
 def test_under_another_launcher_every_rank_ends_with_the_code_for_damage() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     words = ["train", TINY, "--updates", "8", "--guards", "rest", "--strategy", "zero1", "--run-dir", "run"]
     words += ["--no-tensorboard", "--faults", faults_text((STICKY,))]
-    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with ExitStack() as stack:
-        ranks = [
-            stack.enter_context(Command("-m", "stretto", *words, variables=told | {"RANK": str(rank)}))
-            for rank in range(2)
-        ]
+    with launched(2, "-m", "stretto", *words) as ranks:
         complaints = [rank.communicate()[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [3, 3]
-    assert [
-        complaint
-        for complaint in complaints
-        if not ("rank 1 (host" in complaint and "reached 3 strikes" in complaint)
-    ] == []
+    for complaint in complaints:
+        assert "rank 1 (host" in complaint
+        assert "reached 3 strikes" in complaint
     (record,) = quarantine("run")
     assert (record["named"], record["goes_on_with"]) == ([1], None)

@@ -4,6 +4,7 @@ import dataclasses
 import random
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,42 +12,47 @@ from stretto import checkpoint
 from stretto.errors import WorkerFailed
 from stretto_lab.observe import read_json_lines
 from tests.train.runs import (
-    evaluations,
     model_bits,
     records,
     tiny_run,
     train,
     train_until_hit_in_write,
     train_until_killed,
+    written,
 )
 from tests.train.tiny import Tiny
 
-NEVER = -1
+SHARDS = {"workers": 4, "shard": 2, "task": Tiny(normed=False)}
+KILLED: dict[str, dict[str, Any]] = {
+    "acco": {"strategy": "acco"},
+    "acco, at another moment": {"strategy": "acco"},
+    "wp": {"strategy": "wp"},
+    "dpu": {"strategy": "dpu"},
+    "zero1": {"strategy": "zero1"},
+    "ddp": {"strategy": "ddp"},
+    "averages": {"strategy": "local:rate=0.3"},
+    "between two uses of a batch": {"strategy": "acco", "echo": "even:uses=2.5"},
+    "with drawn uses": {"strategy": "zero1", "echo": "bernoulli:p=linear(1,0.3)"},
+    "acco on shards": {"strategy": "acco:wire=int4", **SHARDS},
+    "averages of shards": {"strategy": "diloco:interval=2:fragments=1", **SHARDS},
+}
 
 
-def written(folder: str) -> tuple[object, ...]:
-    return records(folder), evaluations(folder), model_bits(folder)
-
-
-@pytest.mark.long(keep=1)
-@pytest.mark.parametrize(
-    ("strategy", "moments"),
-    [("acco", 2), ("wp", 1), ("dpu", 1), ("zero1", 1), ("ddp", 1), ("local:rate=0.3", 1)],
-)
-def test_a_killed_run_resumes_to_the_bit(strategy: str, moments: int) -> None:
-    calls = train(tiny_run("whole", strategy=strategy), 2, train_until_killed, 0, NEVER)
-    draw = random.Random(strategy)
-    for moment in range(moments):
-        victim = draw.randrange(2)
-        run = tiny_run(f"killed-{moment}", strategy=strategy)
-        # From the second quarter on: by then there is a checkpoint, or half of one.
-        call = draw.randrange(calls[victim] // 4, calls[victim])
-        with pytest.raises(
-            WorkerFailed, match=f"rank {victim} of 2 local workers failed: .* killed by SIGKILL"
-        ):
-            train(run, 2, train_until_killed, victim, call)
-        train(dataclasses.replace(run, resume=True))
-        assert written(f"killed-{moment}") == written("whole")
+@pytest.mark.long(keep=2)
+@pytest.mark.parametrize("name", KILLED)
+def test_a_killed_run_resumes_to_the_bit(name: str) -> None:
+    run, draw = tiny_run("killed", **KILLED[name]), random.Random(name)
+    ranks = run.workers or 2
+    calls = train(dataclasses.replace(run, run_dir="whole"), ranks, train_until_killed, 0, -1)
+    victim = draw.randrange(ranks)
+    # From the second quarter on: by then there is a checkpoint, or half of one.
+    call = draw.randrange(calls[victim] // 4, calls[victim])
+    with pytest.raises(
+        WorkerFailed, match=f"rank {victim} of {ranks} local workers failed: .* killed by SIGKILL"
+    ):
+        train(run, ranks, train_until_killed, victim, call)
+    train(dataclasses.replace(run, resume=True), ranks)
+    assert written("killed") == written("whole")
 
 
 @pytest.mark.long(keep=1)
@@ -108,7 +114,7 @@ def test_where_every_checkpoint_is_damaged_the_run_does_not_begin_anew() -> None
 @pytest.mark.long
 def test_a_run_resumes_at_another_world_size_with_the_same_samples() -> None:
     # Without dropout, whose draws belong to ranks.
-    whole = dataclasses.replace(tiny_run("two", strategy="zero1"), task=Tiny(dropout=0.0))
+    whole = tiny_run("two", strategy="zero1", task=Tiny(dropout=0.0))
     train(whole)
     half = dataclasses.replace(whole, run_dir="one", updates=6)
     train(half)

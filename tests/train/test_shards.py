@@ -1,22 +1,18 @@
 """A run whose model is sharded inside nodes: the run of whole models up to rounding, killed and resumed to the bit."""
 
 import dataclasses
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import stretto as st
-from stretto.errors import ConfigError, WorkerFailed
 from stretto_lab.cli import main
 from stretto_lab.recipes import Task
+from stretto_lab.testing import differing
 from stretto_lab.train.configuration import RunConfig
-from stretto_lab.train.handle import check_run
-from stretto_lab.train.rank import title_of
 from tests.docs.pages import DOCS, code_blocks
-from tests.train.runs import evaluations, model_bits, records, tiny_run, train, train_until_killed
+from tests.train.runs import evaluations, records, tiny_run, train
 from tests.train.tiny import Tiny
 
 RANKS = 4
@@ -24,8 +20,7 @@ ON_ONE_NODE = ["--workers", "2", "--shard", "2", "--updates", "2", "--no-tensorb
 
 
 def run_of(folder: str, **settings: Any) -> RunConfig[Any]:
-    run = tiny_run(folder, **{"workers": RANKS, "shard": 2, **settings})
-    return dataclasses.replace(run, task=Tiny(normed=False))
+    return tiny_run(folder, **{"workers": RANKS, "shard": 2, "task": Tiny(normed=False), **settings})
 
 
 def values(folder: str) -> dict[str, torch.Tensor]:
@@ -33,7 +28,7 @@ def values(folder: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.long
-def test_shards_train_as_whole_models_do_and_leave_the_same_files() -> None:
+def test_shards_train_as_whole_models_do_leave_the_same_files_and_go_on_with_whole_models() -> None:
     for folder, shard in (("whole", 1), ("two", 2), ("four", 4)):
         train(run_of(folder, shard=shard), RANKS)
     for folder in ("two", "four"):
@@ -41,22 +36,7 @@ def test_shards_train_as_whole_models_do_and_leave_the_same_files() -> None:
         # AdamW divides by the square root of squared gradients: rounding of tiny ones grows.
         torch.testing.assert_close(values(folder), values("whole"), rtol=0, atol=1e-4)
         torch.testing.assert_close(evaluations(folder), evaluations("whole"), rtol=1e-4, atol=0)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("strategy", ["acco:wire=int4", "diloco:interval=2:fragments=1"])
-def test_a_killed_run_of_shards_resumes_to_the_bit_and_goes_on_with_whole_models(strategy: str) -> None:
-    calls = train(run_of("undisturbed", strategy=strategy), RANKS, train_until_killed, 0, -1)
-    draw = random.Random(strategy)
-    victim = draw.randrange(RANKS)
-    call = draw.randrange(calls[victim] // 2, calls[victim])
-    run = run_of("killed", strategy=strategy)
-    with pytest.raises(WorkerFailed, match=f"rank {victim} of 4 local workers failed: .* killed by SIGKILL"):
-        train(run, RANKS, train_until_killed, victim, call)
-    train(dataclasses.replace(run, resume=True), RANKS)
-    for written in (records, evaluations, model_bits):
-        assert written("killed") == written("undisturbed")
-    (outcome, _) = train(dataclasses.replace(run, resume=True, shard=1, updates=12))
+    (outcome, _) = train(dataclasses.replace(run_of("two"), resume=True, shard=1, updates=12))
     assert (outcome.resumed_from, outcome.updates) == (10, 12)
 
 
@@ -95,10 +75,7 @@ def test_the_language_recipe_trains_on_shards_and_publishes_what_it_has_trained(
             assert torch.equal(value, trained[name.replace(".weight", ".default.weight")])
         return
     model = transformers.AutoModelForCausalLM.from_pretrained("run/model", local_files_only=True)
-    assert trained.keys() == model.state_dict().keys()
-    assert [
-        (name, value) for name, value in model.state_dict().items() if not torch.equal(value, trained[name])
-    ] == []
+    assert differing(model.state_dict(), trained) == []
     assert trained["lm_head.weight"].data_ptr() == trained["model.embed_tokens.weight"].data_ptr()
 
 
@@ -122,24 +99,3 @@ def test_batch_normalisation_is_refused_with_the_way_out(capsys: pytest.CaptureF
     assert "batch normalisation" in capsys.readouterr().err
     assert not Path("run").exists()
     assert main([*command, *ON_ONE_NODE, "--buffers", "*=alone"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"shard": 3}, "shard=3: expected a divisor of the 4 ranks"),
-        ({"strategy": "torch-ddp"}, "strategy='torch-ddp', a stock method"),
-        ({"link": "10mbit"}, "link='10mbit', which would slow down the inside of nodes too"),
-        ({"ranks_per_node": 2}, "ranks_per_node, whose ranks FSDP2 has already"),
-        ({"noise": st.Noise(0.1)}, "noise"),
-    ],
-)
-def test_what_a_run_on_shards_cannot_do_is_said_before_it_begins(
-    settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_run(run_of("run", **settings), RANKS)
-
-
-def test_the_first_line_says_how_ranks_lie() -> None:
-    assert title_of(run_of("run"), RANKS, "cpu") == "zero1 on 4 workers, 2 nodes of 2 shards (cpu), run"

@@ -8,16 +8,13 @@ import pytest
 import torch
 
 from stretto.engine import Clock
-from stretto.errors import ConfigError
 from stretto_lab.cli import main
 from stretto_lab.observe import read_json_lines
 from stretto_lab.train.comparison import compare
 from stretto_lab.train.configuration import CompareConfig, RunConfig
-from stretto_lab.train.handle import check_run
 from stretto_lab.train.launch import LocalRanks
 from stretto_lab.train.outcome import Outcome, prepare_run_folder
-from stretto_lab.train.rank import RankContext, title_of, train_at
-from stretto_lab.train.slow_rank import SlowRank
+from stretto_lab.train.rank import RankContext, train_at
 from stretto_lab.virtual import Compute, VirtualCluster, VirtualGroup, parse_network
 from tests.train.runs import tiny_run
 from tests.train.tiny import Tiny
@@ -74,24 +71,12 @@ def test_a_rank_that_waits_is_as_slow_as_one_whose_work_takes_longer(seed: int) 
     assert waits[0][0].heldout_loss == works[0][0].heldout_loss
 
 
-def test_a_rank_waits_for_its_factor_less_one_times_what_a_micro_batch_took() -> None:
-    draws = random.Random(0)
-    for _ in range(100):
-        factor, began, took = draws.uniform(1, 9), draws.uniform(0, 1000), draws.uniform(0, 2)
-        instants, waited = iter([began, began + took]), list[float]()
-        rank = SlowRank(factor, torch.device("cpu"), instants.__next__, waited.append)
-        rank.micro_batch_begins(lambda batch: torch.zeros(()), None)
-        rank.micro_batch_counted(1.0, 8, 8)
-        assert waited == [pytest.approx((factor - 1) * took, abs=1e-9)]
-
-
 def test_the_run_says_which_ranks_are_slow(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["--updates", "2", "--no-tensorboard", "--run-dir", "run", "--slow", "1=1.5"]
     assert main(["train", TINY, *words]) == 0
     assert "zero1 on 2 workers (cpu), slow 1=1.5, run" in capfd.readouterr().out
     assert json.loads(Path("run", "config.json").read_text())["slow"] == {"1": 1.5}
     assert "slow on purpose" in Path("run", "report.html").read_text()
-    assert title_of(tiny_run(slow={0: 2.0, 1: 3.0}), 2, "cpu") == "zero1 on 2 workers (cpu), slow 0=2,1=3"
 
 
 def test_a_comparison_slows_every_arm_down_and_its_records_say_so() -> None:
@@ -100,13 +85,3 @@ def test_a_comparison_slows_every_arm_down_and_its_records_say_so() -> None:
     )
     compare(comparison, LocalRanks(2), lambda line: None)
     assert json.loads(Path("runs/comparison/compare.json").read_text())["comparison"]["slow"] == {"1": 2.0}
-
-
-def test_a_rank_that_is_not_there_or_would_be_faster_and_a_stock_method_are_refused() -> None:
-    with pytest.raises(ConfigError, match="slow names rank 2; the run has ranks 0 to 1"):
-        check_run(tiny_run(slow={2: 3.0}), 2)
-    for factor in (0.5, 0.0, float("nan"), float("inf")):
-        with pytest.raises(ConfigError, match="expected a factor of at least 1"):
-            tiny_run(slow={1: factor})
-    with pytest.raises(ConfigError, match="a stock method tells nobody of its micro-batches"):
-        check_run(tiny_run(slow={1: 3.0}, strategy="torch-ddp"), 2)
