@@ -144,6 +144,8 @@ def _crossing(line: Line, target: float, axis: str) -> float | None:
 MEASURES: Mapping[str, Any] = {
     "accuracy": Measure("%", _accuracy),
     "loss": Measure("nats", lambda line: line.get("heldout_loss"), digits=3),
+    "perplexity": Measure("perplexity", _of_whole(lambda line: math.exp(line["heldout_loss"]))),
+    "bound": Measure("times the bound", lambda line: line.get("heldout_loss"), digits=3),
     "milliseconds": Measure(
         "ms an update", _of_whole(lambda line: 1000 * line["training_seconds"] / line["updates"]), digits=2
     ),
@@ -520,7 +522,9 @@ def _why(effects: Sequence[EffectFound]) -> str:
 
 def configure(words: str, seed: int) -> SimulateConfig[Any]:
     """Return the run of a `stretto simulate` command."""
-    given = [*shlex.split(words), "--seed", str(seed)]
+    recipe, *options = shlex.split(words)
+    # Records name a recipe of their own from the root of a checkout, so that no run's words have a path of one machine.
+    given = [str(ROOT / recipe) if ".py:" in recipe else recipe, *options, "--seed", str(seed)]
     return parse_options("simulate", given, lambda task: SimulateConfig(task=task))[1]
 
 
