@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -29,12 +29,6 @@ VARIABLES = {
 as_root = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None,
     reason="needs Linux, root and iproute2",
-)
-with_slurm = pytest.mark.skipif(
-    sys.platform != "linux"
-    or os.geteuid() != 0
-    or not all(map(shutil.which, ("munged", "slurmctld", "slurmd", "sbatch", "scancel"))),
-    reason="needs Linux, root and Slurm with munge (slurm-wlm)",
 )
 
 
@@ -116,89 +110,6 @@ def test_the_commands_for_ssh_go_on_without_those_that_come_again_are_lost_or_ar
             os.kill(process, signal.SIGTERM)
         until(says(logs[0], r"seats \[0\]"), "a term without the one that was told to leave", *logs)
         until(lambda: not in_space(spaces[1]), "the end of the loop that had started it", *logs)
-
-
-class Slurm:
-    """Slurm on this machine alone, with all that it writes in a folder; a context in which it runs."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._stack = ExitStack()
-        self.variables = {**VARIABLES, "SLURM_CONF": str(folder / "slurm.conf")}
-
-    def __enter__(self) -> "Slurm":
-        folder, host = self._folder, os.uname().nodename
-        socket, key = folder / "munge.socket", folder / "munge.key"
-        key.write_bytes(bytes(range(128)))
-        for path, mode in ((key, 0o400), (folder, 0o755)):
-            path.chmod(mode)
-        (folder / "slurm.conf").write_text(
-            f"""ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort=36817
-SlurmdPort=36818
-SlurmUser=root
-AuthType=auth/munge
-AuthInfo=socket={socket}
-CredType=cred/munge
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SlurmdParameters=config_overrides
-ReturnToService=2
-KillWait=1
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
-NodeName={host} NodeAddr=127.0.0.1 CPUs=8 State=UNKNOWN
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""
-        )
-        (folder / "state").mkdir()
-        (folder / "spool").mkdir()
-        places = [f"--{name}={folder}/munge.{name}" for name in ("log-file", "pid-file", "seed-file")]
-        self._start("munged", "--foreground", "--force", f"--socket={socket}", f"--key-file={key}", *places)
-        until(socket.exists, "munge")
-        self._start("slurmctld", "-D", "-c")
-        self._start("slurmd", "-D")
-        until(
-            lambda: "idle" in self.asked("sinfo", "-h", "-o", "%T"), "a node of Slurm", *folder.glob("*.out")
-        )
-        return self
-
-    def _start(self, *words: str) -> None:
-        with (self._folder / f"{words[0]}.out").open("w") as log:
-            process = subprocess.Popen(words, env=self.variables, stdout=log, stderr=log)
-        self._stack.callback(process.wait)
-        self._stack.callback(process.terminate)
-
-    def asked(self, *words: str) -> str:
-        """What a command of Slurm prints."""
-        return subprocess.run(
-            words, env=self.variables, capture_output=True, text=True, cwd=self._folder
-        ).stdout
-
-    def __exit__(self, *_: object) -> None:
-        self.asked("scancel", "--user=root")
-        until(lambda: not self.asked("squeue", "-h"), "the end of all jobs")
-        self._stack.close()
-
-
-@pytest.mark.long
-@with_slurm
-def test_the_batch_script_goes_on_when_a_task_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    with Slurm(tmp_path) as slurm:
-        size = ("--nodes=1", "--ntasks-per-node=3", "--cpus-per-task=1")
-        told = slurm.asked("sbatch", *size, "examples/cluster/survive.sbatch", *WITHOUT_END.split())
-        job = told.split()[-1]
-        log = tmp_path / f"stretto-survive-{job}.log"
-        until(says(log, r"term 0: seats \[0, 1, 2\]"), "the first term", log)
-        until(says(log, "update 100:"), "updates", log)
-        kill(programs("SLURM_PROCID=1") & programs(f"SLURM_JOB_ID={job}"))
-        until(says(log, r"seats \[0, 2, 3\]"), "a process in the place of the killed one", log)
-        assert slurm.asked("squeue", "-h", "-o", "%T").split() == ["RUNNING"]
 
 
 def test_the_kubernetes_file_has_a_store_that_no_rank_hosts_and_a_pod_per_rank_that_is_started_again() -> (
