@@ -87,7 +87,9 @@ def test_a_pod_of_shards_is_a_node_of_torchruns() -> None:
 
 
 @pytest.mark.parametrize("name", ["pytorchjob", "sharded"])
-def test_a_kubernetes_file_has_what_a_pytorch_job_requires(name: str) -> None:
+def test_a_kubernetes_file_has_what_a_pytorch_job_requires_and_a_folder_that_its_pods_share(
+    name: str,
+) -> None:
     job = pytorch_job(name)
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     assert job["metadata"]["name"]
@@ -97,18 +99,13 @@ def test_a_kubernetes_file_has_what_a_pytorch_job_requires(name: str) -> None:
     assert replicas["Worker"]["replicas"] >= 1
     for replica in replicas.values():
         assert replica["restartPolicy"] in ("Always", "OnFailure", "Never", "ExitCode")
-    for container in containers(job):
-        assert container["name"] == "pytorch"  # the operator gives its variables to no other
-        assert container["command"][0] in ("stretto", "sh")
-
-
-@pytest.mark.parametrize("name", ["pytorchjob", "sharded"])
-def test_the_pods_of_a_kubernetes_file_share_the_folder_of_the_run(name: str) -> None:
-    for replica in pytorch_job(name)["spec"]["pytorchReplicaSpecs"].values():
         pod = replica["template"]["spec"]
-        claims = {volume["name"] for volume in pod["volumes"] if volume["persistentVolumeClaim"]["claimName"]}
         (container,) = pod["containers"]
+        assert container["name"] == "pytorch"  # the operator gives its variables to no other
         (mount,) = container["volumeMounts"]
-        assert mount["name"] in claims
+        assert mount["name"] in {
+            one["name"] for one in pod["volumes"] if one["persistentVolumeClaim"]["claimName"]
+        }
         words = [*container["command"], *container.get("args", [""])[0].split()]
+        assert words[0] in ("stretto", "sh")
         assert words[words.index("--run-dir") + 1].startswith(mount["mountPath"])

@@ -3,12 +3,11 @@
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,9 @@ import torch
 from benchmarks.namespaces import Namespaces
 from stretto_lab.cli import main
 from stretto_lab.observe import read_json_lines
+from tests.cluster.test_survival import as_root, in_space, kill
 from tests.docs.pages import DOCS, code_blocks
 
-as_root = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None,
-    reason="needs Linux, root and iproute2",
-)
 TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny.py'}:Tiny"
 UPDATES = 150
 OPTIONS = f"--updates {UPDATES} --checkpoint-every 5 --evaluate-every 5 --no-tensorboard"
@@ -38,14 +34,6 @@ def in_words(node: int) -> str:
         "/shared/my-run", "shared", 1
     )
     return settings + "exec " + command
-
-
-def kill(space: str) -> None:
-    """End every process of a namespace, as a node ends."""
-    listed = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=True).stdout
-    for process in listed.split():
-        with suppress(ProcessLookupError):
-            os.kill(int(process), signal.SIGKILL)
 
 
 @contextmanager
@@ -69,14 +57,14 @@ def started(spaces: Sequence[str]) -> Iterator[list[subprocess.Popen[str]]]:
             yield nodes
         finally:
             for space in spaces:
-                kill(space)
+                kill(in_space(space))
 
 
 def killed_in_mid_run(spaces: Sequence[str]) -> list[str]:
     """Train until the second node is lost, and return the lines in which the ranks of the first one say so."""
     with started(spaces) as (first, second):
         next(line for line in first.stdout if " after 10 updates" in line)
-        kill(spaces[1])
+        kill(in_space(spaces[1]))
         first.stdout.read()  # until nothing is left that could print
         assert (first.wait(), second.wait()) == (1, -signal.SIGKILL)
     return [line for line in Path("complaints of 0").read_text().splitlines() if line.startswith("stretto: ")]
