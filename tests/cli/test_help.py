@@ -97,8 +97,8 @@ def test_help_tells_the_options_and_defaults_that_a_command_has(command: str, na
     assert found == {one.name: (shown(one.default), one.is_switch) for one in options}
 
 
-def test_help_and_lists_need_no_pytorch(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
+def test_help_and_lists_need_no_pytorch() -> None:
+    Path("own.py").write_text(
         "import torch\n\ndef sine(rank, world_size, seed, updates, *, hidden: int = 32):\n"
         '    """Fits.\n\n    Args:\n        hidden: Neurons.\n    """\n'
     )
@@ -116,9 +116,7 @@ print([main(words.split()) for words in sys.argv[1:]])
 """
     asked = ["", "--help", "--version", "own.py", *(f"{one} --help-all" for one in ASKED)]
     asked += ["train own.py:sine --help-all", "estimate"]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *asked], capture_output=True, text=True, cwd=tmp_path
-    )
+    done = subprocess.run([sys.executable, "-c", program, *asked], capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("torch")) == (0, 0), done.stderr
     assert done.stdout.splitlines()[-1] == str([2, 0, 0, 2] + [0] * (len(asked) - 4))
     assert "--task.hidden INT         Neurons. [32]" in done.stdout

@@ -5,15 +5,13 @@ import itertools
 import os
 import queue
 import random
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 from io import StringIO
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,8 +22,8 @@ from stretto_lab.cli.help import COMMANDS
 from stretto_lab.observe import Stages
 from stretto_lab.patience import COLUMNS, SECONDS, Patience, clock, fold
 from tests.draws import seeds
-from tests.processes import Command
-from tests.style.source import ROOT, package_files
+from tests.processes import launched
+from tests.style.source import package_files
 
 LAW = 10.0
 AT_ONCE = 3
@@ -46,11 +44,11 @@ AFTER = ("resume", "report")
 """Those that need what another one has left."""
 
 
-def longest_silence(name: str, folder: Path) -> float:
+def longest_silence(name: str) -> float:
     """The longest time between two outputs of a command, its start and its end among them."""
     words = [sys.executable, "-m", "stretto", name, *LISTENED[name].split()]
     moments, heard = [time.monotonic()], b""
-    with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as command:
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as command:
         assert command.stdout is not None
         while part := command.stdout.read1():
             moments.append(time.monotonic())
@@ -63,12 +61,12 @@ def longest_silence(name: str, folder: Path) -> float:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)  # where the machine is busy, PyTorch alone takes half a minute to load
-def test_no_command_is_silent_for_ten_seconds(tmp_path: Path) -> None:
+def test_no_command_is_silent_for_ten_seconds() -> None:
     assert LISTENED.keys() == COMMANDS.keys() - {"meet"}  # which waits for good, and says so first
     silences: dict[str, float] = {}
     for names in ([name for name in LISTENED if name not in AFTER], AFTER):
         with ThreadPoolExecutor(AT_ONCE) as threads:
-            found = threads.map(lambda name: longest_silence(name, tmp_path), names)
+            found = threads.map(longest_silence, names)
             silences |= dict(zip(names, found, strict=True))
     assert {name: seconds for name, seconds in silences.items() if seconds > LAW} == {}
 
@@ -94,26 +92,6 @@ def test_every_function_that_workers_run_says_how_far_it_is() -> None:
     for name in called:
         names = {node.id for one in functions[name] for node in ast.walk(one) if isinstance(node, ast.Name)}
         assert {"Stages", "_progress"} & names, name
-
-
-def test_patience_speaks_after_silence_and_again(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert SECONDS <= LAW / 2
-    monkeypatch.setattr("stretto_lab.patience.SECONDS", 0.05)
-    asked: queue.Queue[float] = queue.Queue()
-
-    def line() -> str:
-        asked.put(time.monotonic())
-        return "still there"
-
-    started = time.monotonic()
-    with closing(Patience(line)):
-        moments = [started, *(asked.get(timeout=60) for _ in range(3))]
-    assert [
-        (before, after) for before, after in itertools.pairwise(moments) if not after - before >= 0.04
-    ] == []
-    assert capsys.readouterr().out.count("still there") in (2, 3)  # the last one may be yet to come
 
 
 def drawn_lines(draw: random.Random, count: int) -> list[str]:
@@ -149,20 +127,11 @@ def folds(line: str, indent: int, terminal: StringIO) -> list[str]:
     return fold(line, indent=indent, stream=terminal).split("\n")[1:]
 
 
-def test_only_one_function_folds_text_for_a_terminal() -> None:
-    """And help, whose columns are a table: in a pipe it is read page by page."""
-    folding = {
-        str(path.relative_to(ROOT / "src"))
-        for path in package_files()
-        if path.suffix == ".py" and "textwrap" in path.read_text(encoding="utf-8")
-    }
-    assert folding == {"stretto_lab/patience.py", "stretto_lab/cli/help.py"}
-
-
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_what_patience_says_is_one_line_unless_a_terminal_is_narrower(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert SECONDS <= LAW / 2
     monkeypatch.setattr("stretto_lab.patience.SECONDS", 0.001)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
     texts = [f"{number} {line}" for number, line in enumerate(drawn_lines(random.Random(0), 50))]
@@ -205,14 +174,7 @@ def impatient() -> None:
 
 
 def test_of_the_ranks_of_a_launcher_only_the_first_says_what_it_waits_for() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with ExitStack() as running:
-        ranks = [
-            running.enter_context(Command(function=impatient, variables={**shared, "RANK": str(rank)}))
-            for rank in range(2)
-        ]
+    with launched(2, function=impatient) as ranks:
         first, second = (rank.communicate() for rank in ranks)
         assert [rank.returncode for rank in ranks] == [0, 0], (first, second)
     assert "starting the workers: 0:0" in first[0]

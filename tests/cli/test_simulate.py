@@ -25,16 +25,3 @@ def test_a_recipe_is_simulated_and_its_outcome_printed(capsys: pytest.CaptureFix
     recipe, plan = parse_options("plan", next_command.split()[2:], CONFIGURE["plan"])
     assert (recipe, plan.ranks, plan.network, plan.slow) == ("digits-resnet", (2,), "100mbit", {1: 2.5})
     assert {"config.json", "trace.jsonl", "model.pt"} <= {path.name for path in Path("simulated").iterdir()}
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (["--network", "pigeons"], "no network is called 'pigeons'"),
-        (["--jitter", "1.5"], "jitter is a share of at least 0 and below 1"),
-        (["--ranks", "0"], "at least"),
-    ],
-)
-def test_mistakes_are_named(options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "digits-resnet", *options]) == 2
-    assert complaint in capsys.readouterr().err

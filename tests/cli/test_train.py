@@ -31,18 +31,19 @@ from tests.processes import Command, without_waits
 QUICK = ["digits-resnet", "--task.width", "4", "--task.batch", "8", "--evaluate-every", "3"]
 TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny.py'}:Tiny"
 SHARED = [*QUICK, "--updates", "4", "--micro-batches", "2", "--checkpoint-every", "2"]
+Finished = tuple[Path, list[str]]
+"""The folder of a whole run, and what the command printed beside its workers."""
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A whole run: its folder, and what the command printed beside its workers."""
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     folder = tmp_path_factory.mktemp("finished") / "run"
     with redirect_stdout(io.StringIO()) as shown:
         assert main(["train", *SHARED, "--run-dir", str(folder)]) == 0
     return folder, [*without_waits(shown.getvalue().splitlines())]
 
 
-def test_one_command_trains_and_leaves_a_whole_folder(finished: tuple[Path, list[str]]) -> None:
+def test_one_command_trains_and_leaves_a_whole_folder(finished: Finished) -> None:
     run, _ = finished
     records = read_json_lines(run / "updates.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3, 4]
@@ -56,7 +57,7 @@ def test_one_command_trains_and_leaves_a_whole_folder(finished: tuple[Path, list
     }  # fmt: skip
 
 
-def test_the_page_of_a_run_says_how_many_parameters_it_has(finished: tuple[Path, list[str]]) -> None:
+def test_the_page_of_a_run_says_how_many_parameters_it_has(finished: Finished) -> None:
     run, _ = finished
     state = torch.load(run / "model.pt", weights_only=True)
     learned = [name for name in state if "running_" not in name and "num_batches" not in name]
@@ -65,7 +66,7 @@ def test_the_page_of_a_run_says_how_many_parameters_it_has(finished: tuple[Path,
     assert re.search(rf"parameters</dt>\s*<dd>{count:,}<", (run / "report.html").read_text())
 
 
-def test_the_end_says_what_to_do_next(finished: tuple[Path, list[str]]) -> None:
+def test_the_end_says_what_to_do_next(finished: Finished) -> None:
     run, lines = finished
     assert lines[:2] == [f"zero1 on 2 workers (cpu), {run}", "starting the workers"]
     assert lines[2].startswith("4 updates in ")
@@ -100,7 +101,7 @@ def test_a_launcher_of_torch_starts_the_same_run() -> None:
 
 
 def test_a_run_goes_on_with_the_options_that_it_had(
-    finished: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
+    finished: Finished, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(finished[0], "moved")
     assert main(["resume", "moved", "--updates", "6"]) == 0
@@ -119,7 +120,7 @@ def test_a_run_goes_on_with_the_options_that_it_had(
     ids=["another model", "at its end"],
 )
 def test_a_resume_that_trains_nothing_leaves_the_options_that_the_run_had(
-    options: list[str], code: int, finished: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
+    options: list[str], code: int, finished: Finished, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(finished[0], "run")
     before = Path("run/config.json").read_text()
@@ -138,20 +139,8 @@ def test_a_worker_that_fails_is_named_in_one_line_and_leaves_no_folder_of_a_run_
     assert list(Path().iterdir()) == []
 
 
-def test_a_loss_that_is_not_finite_ends_the_command_with_rank_and_step(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    # On virtual ranks: what becomes of a real worker's error, the test above sees.
-    assert main(["simulate", *QUICK, "--ranks", "2", "--task.lr", "1e30"]) == 1
-    shown = capsys.readouterr()
-    first, *progress = shown.out.splitlines()
-    assert first == "zero1 on 2 virtual ranks, network office, seed 0"  # said before the work begins
-    assert progress[-1].startswith("update 1/20 ")  # and no outcome
-    assert re.search("rank ([01]), step", shown.err.splitlines()[0])
-
-
 def test_a_resume_tells_of_a_recipe_file_that_has_changed_and_of_the_update_behind_which_it_goes_on(
-    finished: tuple[Path, list[str]], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    finished: Finished, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(Path.cwd()))
     Path("own_copy.py").write_text("from stretto_lab.recipes import DigitsResNet as Digits\n")
@@ -168,24 +157,6 @@ def test_a_resume_tells_of_a_recipe_file_that_has_changed_and_of_the_update_behi
     assert main(["resume", "run", place.replace("own_copy", "own_gone")]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("stretto: there is no recipe file ")
-
-
-def test_a_rank_that_is_hit_again_and_again_is_left_out_and_the_run_ends_well(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    words = ["train", TINY, "--workers", "3", "--updates", "8", "--checkpoint-every", "2", "--run-dir", "run"]
-    words += ["--no-tensorboard", "--strategy", "zero1", "--guards", "rest", "--verified"]
-    assert main([*words, "--faults", "masters:rank=1:instant=3:lasts=sticky"]) == 0
-    shown, complaint = capfd.readouterr()
-    assert complaint == ""
-    shown = " ".join(shown.split())  # lines are folded
-    for step in (4, 5, 6):
-        assert f"update {step}: masters damaged (bucket 0; rank 1): mended" in shown
-    assert "going on from 000003-step-6 without rank 1: 2 of 3 workers" in shown
-    assert "8 updates in" in shown
-    (record,) = read_json_lines(Path("run", "quarantine.jsonl"))
-    assert (record["error"], record["left_out"]) == ("Quarantined", [1])
-    assert len(read_json_lines(Path("run", "incidents.jsonl"))) == 3
 
 
 @pytest.mark.long(keep=1)

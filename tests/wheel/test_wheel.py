@@ -45,11 +45,15 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))
     # Not this environment's own .pth files: the one of the editable install would lead back to the repository.
     (packages / "needed.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
-    install = ("install", "--no-deps", "--no-index", "--quiet", "--disable-pip-version-check", str(wheel))
-    subprocess.run(
-        [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), *install], check=True
-    )
+    install(wheel, folder)
     return folder / "bin"
+
+
+def install(wheel: Path, folder: Path) -> None:
+    """Install the wheel alone into an environment."""
+    words = ["install", "--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
+    python = folder / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "pip", "--python", python, *words, wheel], check=True)
 
 
 def run(*words: str, path: Path) -> str:
@@ -144,25 +148,14 @@ def test_an_estimate_needs_nothing_but_the_wheel_and_a_second(
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
-    install = ("install", "--no-deps", "--no-index", "--quiet", "--disable-pip-version-check", str(wheel))
-    subprocess.run([sys.executable, "-m", "pip", "--python", str(python), *install], check=True)
+    install(wheel, folder)
     assert (
         run(str(python), "-c", "import importlib.util as u; print(u.find_spec('torch'))", path=folder)
         == "None\n"
     )
     timed = "import resource, sys; from stretto_lab.cli import main; main(sys.argv[1:]); "
     timed += "used = resource.getrusage(resource.RUSAGE_SELF); print(used.ru_utime + used.ru_stime)"
-    words = [
-        "estimate",
-        "--parameters",
-        "124M",
-        "--update-seconds",
-        "1.0",
-        "--ranks",
-        "4",
-        "--network",
-        "1gbit",
-    ]
-    *shown, seconds = run(str(python), "-c", timed, *words, path=folder / "bin").splitlines()
+    words = "estimate --parameters 124M --update-seconds 1.0 --ranks 4 --network 1gbit"
+    *shown, seconds = run(str(python), "-c", timed, *words.split(), path=folder / "bin").splitlines()
     assert any(line.startswith("First choice: --strategy") for line in shown)
     assert float(seconds) < 1
