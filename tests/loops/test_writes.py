@@ -78,14 +78,25 @@ def test_an_average_swapped_in_and_out_of_a_settled_model_leaves_no_trace(strate
         assert unequal(train(strategy, seed, ways), train(strategy, seed, [])) == [], (seed, ways)
 
 
-def test_a_swap_that_is_not_taken_back_is_told() -> None:
+@EVERY
+@pytest.mark.parametrize("is_rebound", [False, True])
+def test_a_swap_that_is_not_taken_back_is_told(strategy: Strategy, is_rebound: bool) -> None:
+    """At the end of the block, or by the next micro-batch, which sees that memory was exchanged."""
     model = network()
-    parallel = stretto.DataParallel(model, sgd(model))
-    with (
-        pytest.raises(ParametersTouched, match=r"'2\.bias' was written inside settled\(\)"),
-        parallel.settled(),
-    ):
-        swap(model, network(1), "copy_")
+    parallel = stretto.DataParallel(model, sgd(model), strategy, micro_batches=2)
+    for batch in batches(0, 4):
+        parallel.backward(model(batch).square().mean())
+
+    def write_and_train() -> None:
+        with parallel.settled():
+            if is_rebound:
+                model[0].weight.data = torch.zeros(4, 3)
+            else:
+                swap(model, network(1), "copy_")
+        parallel.backward(model(batches(1)[0]).square().mean())
+
+    with pytest.raises(ParametersTouched, match=r"parameter .[\d.a-z]+. was (rebound|written inside)"):
+        write_and_train()
 
 
 class Fused(torch.autograd.Function):

@@ -307,6 +307,14 @@ def storage_rebound(name: str, where: object) -> ParametersTouched:
     )
 
 
+def written_at_rest(name: str, where: object) -> ParametersTouched:
+    """A parameter holds something else at the end of a block of `settled`."""
+    return ParametersTouched(
+        f"{where}: parameter {name!r} was written inside settled() and holds another value at the end of the block: "
+        "put back what was there, or load weights through a checkpoint"
+    )
+
+
 def parameter_written(name: str, where: object) -> ParametersTouched:
     """A parameter holds something else than what the job has installed."""
     return ParametersTouched(

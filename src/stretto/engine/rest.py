@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from stretto.engine import misuse
 from stretto.engine.accumulation import Accumulation, GradientBuffer
 from stretto.engine.agreed import Alike
 from stretto.engine.buffers import Buffer
@@ -76,7 +77,10 @@ class RestingLane(ComputeLane):
         try:
             yield
         finally:
+            changed = self.model.changed()
             is_shown_anyway = self.model.show_again()
+        if changed is not None:
+            raise misuse.written_at_rest(changed, self.where)
         if is_shown_anyway:
             self.model.accept_writes(lambda: self.replica.differs(self.model.parameters), self.where)
 

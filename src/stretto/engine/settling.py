@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stretto.engine import misuse
 from stretto.engine.buffers import Buffer, changes_of
 from stretto.engine.model import Held, UserModel
-from stretto.errors import OutOfTurn, ParametersTouched
+from stretto.errors import OutOfTurn
 from stretto.flat import original_name
 
 _log = logging.getLogger("stretto")
@@ -24,6 +25,8 @@ class SettlingModel(UserModel):
         super().__init__(*args)
         self._keys = {original_name(key): key for key in self.model.state_dict()}
         self._settled_until_training = False
+        self._committed: Sequence[Tensor] | None = None
+        """What `settle` has shown in the place of something else."""
         self._is_warned = False
 
     def drop_copies(self) -> None:
@@ -50,8 +53,17 @@ class SettlingModel(UserModel):
             values: One per parameter; None if the model shows the committed ones already.
             statistics: The buffers that belong to them.
         """
-        committed = Held("committed", None if values is None else list(values), list(statistics), [])
-        self.held_back = self._swap(committed)
+        self._committed = None if values is None else list(values)
+        self.held_back = self._swap(Held("committed", self._committed, list(statistics), []))
+
+    def changed(self) -> str | None:
+        """Return the name of a parameter in which somebody has written over what `settle` has shown; None without."""
+        if self._committed is None or (self.is_unwritten and not self.is_moved):
+            return None
+        for name, parameter, value in zip(self.names, self.parameters, self._committed, strict=True):
+            if not torch.equal(parameter.detach(), value.to(parameter.dtype).view(parameter.shape)):
+                return name
+        return None
 
     @property
     def trained_buffers(self) -> list[Buffer]:
@@ -67,7 +79,7 @@ class SettlingModel(UserModel):
 
         Buffers that somebody has written since stay as they are.
         """
-        before, self.held_back = self.held_back, None
+        before, self.held_back, self._committed = self.held_back, None, None
         if before is not None:
             self._swap(self._with_writes(before))
         return before is not None and before.parameters is None
@@ -85,10 +97,7 @@ class SettlingModel(UserModel):
         if self.is_unwritten:
             return
         if (name := differing()) is not None:
-            raise ParametersTouched(
-                f"{where}: parameter {name!r} was written inside settled() and holds another value at the end of the "
-                "block: put back what was there, or load weights through a checkpoint"
-            )
+            raise misuse.written_at_rest(name, where)
         self.remember()
 
     def evaluated(self, where: object) -> None:
