@@ -20,17 +20,10 @@ from torch.optim.swa_utils import AveragedModel
 
 import stretto as st
 from stretto.errors import EstimateShown, UsageError
-from stretto.strategies import STRATEGIES as EVERY
 from tests.bits import unequal
 from tests.draws import draws, seeds
+from tests.errors.tiny import EVERY
 from tests.processes import run_ranks
-
-STRATEGIES: dict[str, Callable[[], st.Strategy]] = {
-    **EVERY,
-    "local": lambda: st.LocalSGD(rate=0.5),
-    "average": lambda: st.Average(every=2),
-    "diloco": lambda: st.DiLoCo(interval=2),
-}
 
 
 def tied() -> nn.Module:
@@ -101,7 +94,7 @@ class Job:
 
     def __init__(self, seed: int, rank: int) -> None:
         draw = random.Random(seed)
-        self.strategy = draw.choice([*STRATEGIES])
+        self.strategy = draw.choice([*EVERY])
         self.kind = draw.choice([*MODELS])
         guards = (
             draw.choice(["standard", ()]) if self.strategy in ("ddp", "zero1", "dpu", "wp", "acco") else ()
@@ -120,7 +113,7 @@ class Job:
         self.parallel = st.DataParallel(
             self.model,
             self.optimizer,
-            STRATEGIES[self.strategy](),
+            EVERY[self.strategy],
             micro_batches=2,
             scheduler=self.scheduler,
             guards=guards,

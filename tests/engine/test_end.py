@@ -2,25 +2,25 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import pytest
 
-from stretto import ACCO, DataParallel, Update
+from stretto import ACCO, Update
 from stretto.strategies import Strategy
 from tests.exactness.checks import check, recorded_counts
 from tests.exactness.jobs import (
     STRATEGIES,
     Case,
-    Observed,
     State,
     build_model,
-    build_optimizer,
     describe,
     mean_loss,
     parameters_of,
     same,
     stream,
     train_all,
+    wrap,
 )
 from tests.exactness.reference import Counts, trace
 from tests.processes import run_ranks
@@ -34,52 +34,39 @@ LEAVING = (6, 1)
 LEFT = [Case(strategy=strategy, scheduled=False) for strategy in STRATEGIES]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Endings:
-    """What one rank saw of all scenarios, in the order of `STRATEGIES` each."""
-
-    any: list[Observed]
-    all: list[Observed]
-    stopped: list[tuple[int, int]]
-    left: list[tuple[list[Update], State]]
-
-
-def scenarios(rank: int) -> Endings:
-    return Endings(
-        any=train_all(rank, ANY),
-        all=train_all(rank, ALL),
-        stopped=[stop_at_rank_one(rank, strategy) for strategy in STRATEGIES],
-        left=[leave_loop(rank, case, LEAVING[rank]) for case in LEFT],
-    )
+def scenarios(rank: int) -> dict[str, list[Any]]:
+    """Return what one rank sees of all scenarios, in the order of `STRATEGIES` each."""
+    return {
+        "any": train_all(rank, ANY),
+        "all": train_all(rank, ALL),
+        "stopped": [stop_at_rank_one(rank, strategy) for strategy in STRATEGIES],
+        "left": [leave_loop(rank, case, LEAVING[rank]) for case in LEFT],
+    }
 
 
 def stop_at_rank_one(rank: int, strategy: Strategy) -> tuple[int, int]:
     """Return the micro-batches fed until a stop that rank 1 asked for at its sixth, and the updates."""
     case = Case(strategy=strategy, lengths=(1000,))
-    model = build_model(case)
-    parallel = DataParallel(model, build_optimizer(case, model.parameters()), strategy, micro_batches=4)
+    model, parallel = wrap(case)
     for count, batch in enumerate(parallel.feed(stream(case, rank)), start=1):
         parallel.backward(mean_loss(model, batch))
         if rank == 1 and count == 6:
             parallel.stop()
+    assert list(parallel.feed(stream(case, rank))) == []  # a stop lasts over passes
     parallel.finish()
     return count, parallel.steps
 
 
 def leave_loop(rank: int, case: Case, length: int) -> tuple[list[Update], State]:
     """Train without `feed`, on `length` micro-batches, and finish; return the updates and what is shown then."""
-    model = build_model(case)
-    optimizer = build_optimizer(case, model.parameters())
-    parallel = DataParallel(
-        model, optimizer, case.strategy, micro_batches=case.micro_batches, options=case.options
-    )
+    model, parallel = wrap(case)
     batches = stream(dataclasses.replace(case, lengths=(length,)), rank)
     updates = [parallel.backward(mean_loss(model, batch)) for batch in batches]
     return [*filter(None, updates), *parallel.finish()], parameters_of(model)
 
 
 @functools.cache
-def endings() -> list[Endings]:
+def endings() -> list[dict[str, list[Any]]]:
     return run_ranks(2, scenarios)
 
 
@@ -93,7 +80,7 @@ every_strategy = pytest.mark.parametrize("index", range(len(STRATEGIES)), ids=ma
 
 @every_strategy
 def test_feed_until_any_ends_together_soon_after_the_first_end_of_data(index: int) -> None:
-    ranks = [found.any[index] for found in endings()]
+    ranks = [found["any"][index] for found in endings()]
     counts = recorded_counts(ranks[0])
     check(ranks, trace(ANY[index], 2, counts), counts)
     first, second = totals(counts, 2)
@@ -104,7 +91,7 @@ def test_feed_until_any_ends_together_soon_after_the_first_end_of_data(index: in
 
 @every_strategy
 def test_feed_until_all_uses_every_batch_of_every_rank(index: int) -> None:
-    ranks = [found.all[index] for found in endings()]
+    ranks = [found["all"][index] for found in endings()]
     counts = recorded_counts(ranks[0])
     check(ranks, trace(ALL[index], 2, counts), counts)
     assert totals(counts, 2) == list(LENGTHS)
@@ -115,7 +102,7 @@ def test_feed_until_all_uses_every_batch_of_every_rank(index: int) -> None:
 
 @every_strategy
 def test_stop_of_one_rank_ends_all_at_the_same_round(index: int) -> None:
-    first, second = (found.stopped[index] for found in endings())
+    first, second = (found["stopped"][index] for found in endings())
     assert first == second
     assert 8 <= first[0] <= 16
 
@@ -126,7 +113,7 @@ def test_finish_drains_what_every_rank_had_left(index: int) -> None:
     # A lone one leaves without a micro-batch, or before the first landing.
     case = LEFT[index]
     for ranks, lengths in (
-        ([found.left[index] for found in endings()], LEAVING),
+        ([found["left"][index] for found in endings()], LEAVING),
         *(([leave_loop(0, case, length)], (length,)) for length in (0, 2)),
     ):
         counts = [[list(by_rank) for by_rank in update.rounds] for update in ranks[0][0]]
@@ -139,8 +126,7 @@ def test_finish_drains_what_every_rank_had_left(index: int) -> None:
 @every_strategy
 def test_zero_total_weight_steps_nothing(index: int) -> None:
     case = ANY[index]
-    model = build_model(case)
-    parallel = DataParallel(model, build_optimizer(case, model.parameters()), case.strategy, micro_batches=2)
+    model, parallel = wrap(case, micro_batches=2)
     batches = stream(case, 0)
     start = parameters_of(model)
     for batch in batches[:4]:

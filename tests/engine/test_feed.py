@@ -15,6 +15,7 @@ from stretto import checkpoint
 from stretto.strategies import STRATEGIES, Strategy
 from stretto_lab.virtual import VirtualCluster
 from tests.draws import part
+from tests.loops.habits import job
 
 EVERY = [pytest.param(kind(), id=name) for name, kind in STRATEGIES.items()]
 
@@ -96,13 +97,11 @@ class Endless(Says):
 @pytest.mark.parametrize("strategy", EVERY)
 def test_an_endless_loader_is_fed_until_the_updates_are_there_whatever_it_says(strategy: Strategy) -> None:
     def program(rank: int, group: dist.ProcessGroup) -> tuple[int, int]:
-        model = nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        parallel = stretto.DataParallel(model, optimizer, strategy, micro_batches=2, group=group)
+        parallel = job(nn.Linear(3, 2), strategy, group=group)
         seen = 0
         for batch in parallel.feed(Endless([torch.ones(1, 3)] * 5, (3, 8)[rank]), updates=6):
             seen += 1
-            parallel.backward(model(batch).sum())
+            parallel.backward(parallel.model(batch).sum())
         parallel.finish()
         return seen, parallel.steps
 
@@ -111,15 +110,11 @@ def test_an_endless_loader_is_fed_until_the_updates_are_there_whatever_it_says(s
 
 def test_no_batch_is_asked_for_that_no_update_holds() -> None:
     for strategy, length in itertools.product((kind() for kind in STRATEGIES.values()), range(1, 9)):
-        model = nn.Linear(3, 2)
-        parallel = stretto.DataParallel(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, micro_batches=2
-        )
+        parallel = job(nn.Linear(3, 2), strategy)
         source = iter([torch.ones(1, 3)] * 20)
-        for batch in parallel.feed(Own(source, length), updates=3):
-            parallel.backward(model(batch).sum())
-        for batch in parallel.feed(Own(source, length), updates=5):
-            parallel.backward(model(batch).sum())
+        for updates in (3, 5):
+            for batch in parallel.feed(Own(source, length), updates=updates):
+                parallel.backward(parallel.model(batch).sum())
         parallel.finish()
         assert len(list(source)) == 10, (strategy, length)
 
@@ -138,14 +133,13 @@ class Own:
 
 
 def test_a_batch_asked_for_ahead_is_the_first_of_the_next_pass_over_the_same_iterator() -> None:
-    model = nn.Linear(3, 2)
-    parallel = stretto.DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    parallel = job(nn.Linear(3, 2), micro_batches=1)
     source = iter([torch.full((1, 3), float(number)) for number in range(8)])
     seen = []
     for stop in (3, 8):
         for batch in parallel.feed(Own(source, 3)):
             seen.append(float(batch[0, 0]))
-            parallel.backward(model(batch).sum())
+            parallel.backward(parallel.model(batch).sum())
             if len(seen) == stop:
                 break
     parallel.finish()
@@ -153,20 +147,16 @@ def test_a_batch_asked_for_ahead_is_the_first_of_the_next_pass_over_the_same_ite
 
 
 def test_a_job_that_has_never_had_a_batch_is_told_and_one_from_a_checkpoint_passes_by(tmp_path: Path) -> None:
-    def job() -> stretto.DataParallel:
-        model = nn.Linear(3, 2)
-        return stretto.DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
     with pytest.raises(
         stretto.errors.ConfigError, match=r"rank 0, after step 0.*no batch.*at least one per rank"
     ):
-        list(job().feed([]))
-    parallel = job()
+        list(job(nn.Linear(3, 2)).feed([]))
+    parallel = job(nn.Linear(3, 2))
     for batch in parallel.feed([torch.ones(1, 3)] * 2):
         parallel.backward(parallel.model(batch).sum())
     checkpoint.save(parallel, tmp_path)
     parallel.finish()
-    parallel = job()
+    parallel = job(nn.Linear(3, 2))
     checkpoint.load(parallel, tmp_path)
     assert list(parallel.feed([])) == []
     for batch in parallel.feed([torch.ones(1, 3)]):

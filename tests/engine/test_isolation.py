@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from stretto import DataParallel
-from tests.exactness.jobs import STRATEGIES, Case, build_model, build_optimizer, describe, mean_loss, stream
+from tests.exactness.jobs import STRATEGIES, Case, describe, mean_loss, stream, wrap
 from tests.processes import run_ranks
 
 CASES = [Case(strategy=strategy, lengths=(40,)) for strategy in STRATEGIES]
@@ -15,8 +14,7 @@ CASES = [Case(strategy=strategy, lengths=(40,)) for strategy in STRATEGIES]
 
 def count_wrong(rank: int, case: Case) -> tuple[int, int, int]:
     """Return how many of the user's sums were wrong, how many there were, and the updates committed."""
-    model = build_model(case)
-    parallel = DataParallel(model, build_optimizer(case, model.parameters()), case.strategy, micro_batches=4)
+    model, parallel = wrap(case)
     wrong = total = 0
     for index, batch in enumerate(parallel.feed(stream(case, rank))):
         # Different sizes, before and after each forward pass, so that a mixed-up message would be seen.

@@ -15,7 +15,7 @@ import stretto
 from stretto import ACCO, DDP, DPU, DiLoCo, LocalSGD, Options, WeightPrediction, ZeRO1
 from stretto.flat import plan_layout
 from stretto.groups import SoloGroup
-from stretto.optimizer import ReducedGradient, ShardedOptimizer, read_hyperparameters
+from stretto.optimizer import ShardedOptimizer
 from stretto.strategies import Strategy
 from tests.draws import part
 
@@ -89,30 +89,6 @@ def test_launches_follow_the_flat_sets(strategy: Strategy) -> None:
         for _ in range(3):
             sizes = [draws.randint(1, 700) for _ in range(draws.randint(10, 40))]
             assert launches(strategy, sizes, dtypes, draws.choice([256, 1024, 4096])) == expected
-
-
-@pytest.mark.parametrize("num_owners", [2, 3])
-def test_an_owners_step_and_preview_follow_the_flat_sets_too(num_owners: int) -> None:
-    def count(sizes: list[int]) -> int:
-        model = nn.ParameterList(nn.Parameter(torch.ones(size)) for size in sizes)
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-        layout, parameters = plan_layout(
-            model, optimizer, world_size=num_owners, bucket_bytes=1024, widen=True
-        )
-        owner = ShardedOptimizer(layout, parameters, optimizer, rank=0, num_owners=num_owners)
-        gradient = ReducedGradient(owner.new_sums(), 1.0, 0.0, bytes([1] * len(sizes)))
-        flats = [torch.zeros(flat.numel) for flat in layout.sets]
-        with Launches() as counted:
-            owner.preview(gradient, read_hyperparameters(optimizer), 0.5, flats)
-            owner.step(gradient, read_hyperparameters(optimizer), 0.5)
-            owner.publish(flats)
-        return counted.counts.total()
-
-    draws = random.Random(num_owners)
-    one_block = count([64])
-    for _ in range(5):
-        # The last bucket of a set may be shorter than the others: a block of its own.
-        assert count([draws.randint(1, 700) for _ in range(40)]) <= 2 * one_block
 
 
 def test_a_preview_copies_no_more_than_a_block_at_a_time() -> None:

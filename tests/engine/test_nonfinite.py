@@ -21,6 +21,7 @@ from tests.exactness.jobs import (
     stream,
     train,
     train_all,
+    wrap,
 )
 from tests.exactness.reference import fixed_counts, trace
 from tests.processes import run_ranks
@@ -99,9 +100,7 @@ def test_skipped_rounds_are_counted(index: int) -> None:
 
 def test_a_finite_loss_with_an_infinite_gradient_is_skipped() -> None:
     case = Case(strategy=ZeRO1())
-    model = build_model(case)
-    optimizer, options = build_optimizer(case, model.parameters()), Options(nonfinite="skip")
-    parallel = DataParallel(model, optimizer, case.strategy, micro_batches=1, options=options)
+    model, parallel = wrap(case, micro_batches=1, options=Options(nonfinite="skip"))
     # The slope of a square root is infinite at zero.
     loss = mean_loss(model, stream(case, 0)[0]) + (model.leave.bias - model.leave.bias.detach()).sqrt().sum()
     assert torch.isfinite(loss)
@@ -113,10 +112,7 @@ def test_sum_that_overflows_is_noticed() -> None:
     case = Case(strategy=ZeRO1())
 
     def train(rank: int, group: Any) -> None:
-        model = build_model(case)
-        parallel = DataParallel(
-            model, build_optimizer(case, model.parameters()), case.strategy, micro_batches=1, group=group
-        )
+        model, parallel = wrap(case, group, micro_batches=1)
         # Each rank's gradient is finite, and so is its norm; the sum of both is not.
         parallel.backward(sum((parameter * 3e38).sum() for parameter in model.parameters()))
 

@@ -20,6 +20,7 @@ from stretto.feed.passes import own_tensors
 from stretto.strategies import STRATEGIES, Strategy
 from stretto_lab.virtual import VirtualCluster
 from tests.draws import draws
+from tests.loops.habits import job
 from tests.processes import run_ranks
 
 STRATEGIES_TRIED: tuple[Strategy, ...] = (*(kind() for kind in STRATEGIES.values()), LocalSGD(0.5))
@@ -53,10 +54,7 @@ class Restarting:
 def train(
     rank: int, group: dist.ProcessGroup | None, strategy: Strategy, loader: Any, epochs: int, until: Any
 ) -> list[float]:
-    torch.manual_seed(0)
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    parallel = stretto.DataParallel(model, optimizer, strategy, micro_batches=2, group=group)
+    parallel = job(nn.Linear(1, 1), strategy, group=group)
     seen: list[float] = []
     for _ in range(epochs):
         over(parallel, parallel.feed(loader, until=until), seen)
@@ -97,9 +95,7 @@ def test_batches_before_an_error_of_the_loader_are_trained_whatever_its_length()
     for _ in range(100):
         strategy, fails = draw.choice(STRATEGIES_TRIED), draw.randint(1, 5)
         loader = Restarting(6, draw.choice([None, fails, fails + 1, draw.randint(0, 6)]), fails)
-        model, seen = nn.Linear(1, 1), list[float]()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        parallel = stretto.DataParallel(model, optimizer, strategy, micro_batches=2)
+        parallel, seen = job(nn.Linear(1, 1), strategy), list[float]()
         with pytest.raises(ValueError, match="a bad sample"):
             over(parallel, parallel.feed(loader), seen)
         assert seen == [1.0 + index for index in range(fails)], (strategy, loader.says)
@@ -110,9 +106,7 @@ def test_batches_before_an_error_of_the_loader_are_trained_whatever_its_length()
 
 def fails_on_one(rank: int, strategy: Strategy, says: int | None) -> tuple[str, str]:
     """Catch what comes out of the loop, and use the job again."""
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    parallel = stretto.DataParallel(model, optimizer, strategy, micro_batches=2)
+    parallel = job(nn.Linear(1, 1), strategy)
     loader = Restarting(9, says, 4) if rank == 1 else Restarting(9)
     try:
         over(parallel, parallel.feed(loader))
@@ -139,9 +133,7 @@ def test_where_the_loader_of_one_rank_raises_the_others_are_told_at_once(name: s
 
 @pytest.mark.parametrize("is_zipped", [False, True])
 def test_a_feed_inside_a_feed_is_told(is_zipped: bool) -> None:
-    model = nn.Linear(1, 1)
-    parallel = stretto.DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    batches = [torch.ones(1, 1)] * 3
+    parallel, batches = job(nn.Linear(1, 1)), [torch.ones(1, 1)] * 3
 
     def nested() -> Iterator[Tensor]:
         for batch in parallel.feed(batches):
@@ -154,9 +146,8 @@ def test_a_feed_inside_a_feed_is_told(is_zipped: bool) -> None:
 
 
 def test_a_feed_that_was_dropped_leaves_the_next_one_alone() -> None:
-    model = nn.Linear(1, 1)
-    parallel = stretto.DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    batches = [torch.ones(1, 1)] * 3
+    parallel, batches = job(nn.Linear(1, 1), micro_batches=1), [torch.ones(1, 1)] * 3
+    model = parallel.model
     dropped = parallel.feed(batches)
     parallel.backward(model(next(dropped)).mean())
     seen = 0
@@ -173,10 +164,8 @@ def test_a_feed_that_was_dropped_leaves_the_next_one_alone() -> None:
 
 @pytest.mark.parametrize("loader", [None, 5, lambda: [], nn.Linear])
 def test_what_is_no_iterable_is_refused(loader: Any) -> None:
-    model = nn.Linear(1, 1)
-    parallel = stretto.DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ConfigError, match="expected an iterable of batches"):
-        next(iter(parallel.feed(loader)))
+        next(iter(job(nn.Linear(1, 1)).feed(loader)))
 
 
 class Attributes(dict[str, Any]):

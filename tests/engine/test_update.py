@@ -6,16 +6,16 @@ import math
 import pytest
 import torch
 
-from stretto import ACCO, DataParallel, Options, ZeRO1
+from stretto import ACCO, ZeRO1
 from tests.exactness.jobs import (
     Case,
     build_model,
-    build_optimizer,
     describe,
     mean_loss,
     parameters_of,
     same,
     stream,
+    wrap,
 )
 from tests.exactness.matrix import CASES, observed
 from tests.exactness.reference import trace
@@ -24,30 +24,19 @@ every_case = pytest.mark.parametrize("index", range(len(CASES)), ids=map(describ
 
 
 @every_case
-def test_loss_is_the_weighted_mean_over_ranks(index: int) -> None:
+def test_loss_and_gradient_norm_are_those_of_the_weighted_mean_over_ranks_before_clipping(index: int) -> None:
     case = CASES[index]
     first = observed("two")[0][index].updates[0]
     model = build_model(case)
     batches = [batch for rank in range(2) for batch in stream(case, rank)[:4]]
     weight = sum(batch[2] for batch in batches)
-    with torch.no_grad():
-        loss = sum(float(mean_loss(model, batch)) * batch[2] for batch in batches) / weight
+    loss = sum(mean_loss(model, batch).double() * batch[2] for batch in batches) / weight
     # ACCO and the like have taken all of the first update's gradients at the start too. Sums of 8 float32 terms.
-    assert first.loss == pytest.approx(loss, rel=8 * 2.0**-24)
+    assert first.loss == pytest.approx(float(loss), rel=8 * 2.0**-24)
     assert first.weight == pytest.approx(weight, rel=1e-15)
     assert first.samples == sum(len(batch[0]) for batch in batches)
     assert first.micro_batches == (4, 4)
-
-
-@every_case
-def test_gradient_norm_is_that_of_the_mean_before_clipping(index: int) -> None:
-    case = CASES[index]
-    first = observed("two")[0][index].updates[0]
-    model = build_model(case)
-    batches = [batch for rank in range(2) for batch in stream(case, rank)[:4]]
-    weight = sum(batch[2] for batch in batches)
-    total = sum(mean_loss(model, batch) * batch[2] for batch in batches) / weight
-    gradients = torch.autograd.grad(total, list(model.parameters()))
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
     norm = float(torch.cat([g.flatten() for g in gradients]).double().norm())
     assert first.gradient_norm == pytest.approx(norm, rel=1e-5)
 
@@ -79,11 +68,8 @@ def test_synchronous_update_is_exposed_as_long_as_its_lane_works() -> None:
 def test_rates_hold_from_the_first_take_off_of_an_update_to_its_commit() -> None:
     # An estimate and the update that it anticipates must use the same rate, whoever turns it in between.
     case = Case(strategy=ACCO(), scheduled=False, lengths=(16,))
-    model = build_model(case)
-    optimizer = build_optimizer(case, model.parameters())
-    parallel = DataParallel(
-        model, optimizer, case.strategy, micro_batches=4, options=Options(bucket_bytes=4096)
-    )
+    model, parallel = wrap(case)
+    optimizer = parallel.optimizer
     rates = [group["lr"] for group in optimizer.param_groups]
     for index, batch in enumerate(stream(case, 0)):
         # First halves take off before micro-batches 2, 6, 10, second halves before 4, 8, 12.
@@ -99,8 +85,7 @@ def test_rates_hold_from_the_first_take_off_of_an_update_to_its_commit() -> None
 
 def test_step_without_a_loss_reports_nan_as_null() -> None:
     case = Case(strategy=ZeRO1())
-    model = build_model(case)
-    parallel = DataParallel(model, build_optimizer(case, model.parameters()), case.strategy, micro_batches=1)
+    model, parallel = wrap(case, micro_batches=1)
     mean_loss(model, stream(case, 0)[0]).backward()
     update = parallel.count_micro_batch(samples=3)
     assert update is not None

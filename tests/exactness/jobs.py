@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -144,6 +144,14 @@ def _uses_branch(case: Case, rank: int, index: int) -> bool:
         "never": False,
         "first micro-batch": index % 4 == 0,
     }[case.branch]
+
+
+def wrap(case: Case, group: ProcessGroup | None = None, **settings: Any) -> tuple[nn.Module, DataParallel]:
+    """Return the case's model and a job on it; settings replace those of the case."""
+    model = build_model(case)
+    optimizer = build_optimizer(case, model.parameters())
+    given = {"micro_batches": case.micro_batches, "options": case.options, "group": group, **settings}
+    return model, DataParallel(model, optimizer, case.strategy, **given)
 
 
 def mean_loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -11,7 +11,6 @@ from stretto.groups import Link
 from stretto.strategies import Strategy
 from stretto_lab.virtual import Compute, Network, Span, Trace, Transfer, VirtualCluster
 from tests.exactness.jobs import Case, Observed, same, train
-from tests.processes import run_ranks
 
 STRATEGIES: tuple[Strategy, ...] = (DDP(), ZeRO1(), PAFTSync(interval=2), PAFTDyn(first=1, maximum=2))
 WIRES = ("fp32", "bf16", "int8", "int4")
@@ -123,24 +122,3 @@ def test_collectives_begin_inside_the_last_backward_pass(strategy: Strategy, wir
     on = VirtualCluster(2, compute=Compute(micro_batch_ns=10**6))
     assert begun_inside(run(case, on, hide=True)[1]) > 0
     assert begun_inside(run(case, on, hide=False)[1]) == 0
-
-
-def on_processes(rank: int, cases: list[Case]) -> list[Observed]:
-    return [train(rank, case) for case in cases]
-
-
-def test_real_groups_give_the_bits_of_the_unhidden_job() -> None:
-    drawn = [
-        draw(index, strategy, wire, verified=index % 3 == 0)
-        for index, (strategy, wire) in enumerate(
-            zip(STRATEGIES * 2, WIRES + WIRES[2:] + WIRES[:2], strict=True)
-        )
-    ]
-    cases = [
-        dataclasses.replace(case, options=dataclasses.replace(case.options, hide_reductions=hide))
-        for case in drawn
-        for hide in (True, False)
-    ]
-    for seen in run_ranks(2, on_processes, cases):
-        for hidden, unhidden in zip(seen[::2], seen[1::2], strict=True):
-            check_same(hidden, unhidden)

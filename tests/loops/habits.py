@@ -10,8 +10,6 @@ from stretto import ACCO, DPU, WeightPrediction, ZeRO1
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
 MICRO_BATCHES = 2
-ESTIMATING = [ACCO(), WeightPrediction()]
-"""Strategies under which the model shows an estimate now and then."""
 BOTH_KINDS = [ZeRO1(), ACCO()]
 OVERLAPPING = [ACCO(), WeightPrediction(), DPU()]
 

@@ -40,19 +40,6 @@ STRATEGIES: tuple[Strategy, ...] = (
     DiLoCo(2),
     DiLoCo(4, fragments=2, delay=1),
 )
-IDS = [
-    "zero1",
-    "ddp",
-    "acco",
-    "dpu",
-    "wp",
-    "local",
-    "local with state",
-    "paft-dyn",
-    "paft-sync",
-    "diloco",
-    "fragments",
-]
 WAYS: dict[str, Any] = {
     "lerp_": lambda one, other: one.lerp_(other, 0.5),
     "copy_": lambda one, other: one.copy_(one / 2 + other / 2),
@@ -209,7 +196,7 @@ def trained(case: Case, ranks: int, folder: Path) -> list[Job]:
 
 @pytest.mark.long(keep=2)
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=IDS)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_what_all_ranks_write_to_a_buffer_stays_and_is_shown_and_saved(
     strategy: Strategy, ranks: int, tmp_path: Path
 ) -> None:
@@ -236,7 +223,7 @@ def note_in(path: Path) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=IDS)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_a_job_saved_after_a_write_goes_on_to_the_bit(strategy: Strategy, tmp_path: Path) -> None:
     """Also where each rank has written something else."""
     draws = random.Random(f"{strategy} goes on")
@@ -261,7 +248,7 @@ def test_a_job_saved_after_a_write_goes_on_to_the_bit(strategy: Strategy, tmp_pa
             ] == [], case
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=IDS)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_what_each_rank_writes_at_the_end_becomes_what_the_choice_for_the_buffer_says(
     strategy: Strategy, tmp_path: Path
 ) -> None:

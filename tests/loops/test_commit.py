@@ -22,14 +22,18 @@ def data(rank: int, count: int) -> list[Tensor]:
     return list(torch.randn(count, 2, 3, generator=generator, dtype=torch.float64))
 
 
-def committing(
-    rank: int, group: dist.ProcessGroup, strategy: Strategy, micro_batches: int | Clock = 4
-) -> tuple[list[stretto.Update], Tensor]:
-    """Train one rank, commit after each of `LENGTHS`, and return the updates and the parameters."""
+def parts() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2, dtype=torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    parallel = stretto.DataParallel(model, optimizer, strategy, micro_batches=micro_batches, group=group)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def committing(
+    rank: int, group: dist.ProcessGroup, strategy: Strategy
+) -> tuple[list[stretto.Update], Tensor]:
+    """Train one rank, commit after each of `LENGTHS`, and return the updates and the parameters."""
+    model, optimizer = parts()
+    parallel = stretto.DataParallel(model, optimizer, strategy, micro_batches=4, group=group)
     batches, updates = iter(data(rank, sum(LENGTHS))), []
     for count in LENGTHS:
         for _ in range(count):
@@ -61,9 +65,7 @@ def test_what_lands_at_once_is_exact(strategy: Strategy) -> None:
     weights = [
         weight for _, weight in VirtualCluster(2).run(functools.partial(committing, strategy=strategy)).values
     ]
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2, dtype=torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = parts()
     ranks = [iter(data(rank, sum(LENGTHS))) for rank in range(2)]
     for count in LENGTHS:
         for batches in ranks:
@@ -76,8 +78,7 @@ def test_what_lands_at_once_is_exact(strategy: Strategy) -> None:
 
 
 def test_commit_inside_feed_does_not_end_it() -> None:
-    model = torch.nn.Linear(3, 2, dtype=torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = parts()
     parallel = stretto.DataParallel(model, optimizer, ACCO(), micro_batches=4)
     for index, batch in enumerate(parallel.feed(data(0, 9))):
         parallel.backward(model(batch).square().mean())
@@ -88,8 +89,7 @@ def test_commit_inside_feed_does_not_end_it() -> None:
 
 
 def test_a_clock_lets_nobody_commit_while_a_round_is_in_flight() -> None:
-    model = torch.nn.Linear(3, 2, dtype=torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = parts()
     parallel = stretto.DataParallel(model, optimizer, ACCO(), micro_batches=Clock(minimum=2))
     for batch in data(0, 3):
         parallel.backward(model(batch).square().mean())

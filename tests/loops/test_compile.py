@@ -84,6 +84,16 @@ def test_ahead_of_time_autograd_trains_to_the_bit() -> None:
     assert same(model, ours(network()))
 
 
+def test_a_compiled_step_that_calls_backward_trains_to_the_bit() -> None:
+    model = network()
+    parallel = job(model)
+    step = torch.compile(lambda batch: parallel.backward(mean_square(model, batch)), backend="eager")
+    for batch in parallel.feed(batches()):
+        step(batch)
+    parallel.finish()
+    assert same(model, ours(network()))
+
+
 def test_two_ranks_train_a_compiled_model_to_the_bit() -> None:
     def program(rank: int, group: dist.ProcessGroup, backend: object) -> torch.Tensor:
         model = network()

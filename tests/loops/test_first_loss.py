@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import stretto as st
 from stretto.errors import UsageError
 from tests.draws import seeds
+from tests.loops import habits
 
 Scale = Callable[[torch.amp.GradScaler, Tensor], Tensor]
 FORMS: dict[str, Scale] = {
@@ -30,20 +31,14 @@ WAYS: list[Callable[[st.DataParallel, Tensor], object]] = [
 STRATEGIES = (st.ZeRO1(), st.ACCO(), st.DDP(), st.LocalSGD())
 
 
-def job(strategy: st.Strategy | None = None) -> tuple[nn.Module, st.DataParallel]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, st.DataParallel(model, optimizer, strategy, micro_batches=2)
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_scaled_loss_is_refused_and_the_scaler_named(form: str, seed: int) -> None:
     draw = random.Random(f"{form} {seed}")
     scale = 2.0 ** draw.randint(1, 24)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-    model, parallel = job(draw.choice(STRATEGIES))
+    model = habits.network()
+    parallel = habits.job(model, draw.choice(STRATEGIES))
     loss = FORMS[form](scaler, model(torch.ones(2, 4)).square().mean())
     way = draw.choice(WAYS)
     with pytest.raises(UsageError, match=rf"step 0.*GradScaler .* by {re.escape(str(scale))},.*bfloat16"):
@@ -60,7 +55,8 @@ def test_any_other_factor_is_the_users_own_also_where_a_scaler_lives(seed: int) 
     ]
     for scaler in others:
         scaler.scale(torch.ones(1))
-    model, parallel = job(draw.choice(STRATEGIES))
+    model = habits.network()
+    parallel = habits.job(model, draw.choice(STRATEGIES))
     times = draw.choice([factor, torch.tensor(factor), nn.Parameter(torch.tensor(factor))])
     for _ in range(4):
         loss = others[1].scale(model(torch.ones(2, 4)).square().mean() * times)
@@ -78,7 +74,8 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_float16_that_no_forward_pass_of_the_whole_model_shows_is_told_once(
     dtype: torch.dtype, strategy: st.Strategy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, parallel = job(strategy)
+    model = habits.network()
+    parallel = habits.job(model, strategy)
     with caplog.at_level(logging.WARNING, "stretto"):
         for _ in range(4):
             with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
@@ -90,7 +87,8 @@ def test_float16_that_no_forward_pass_of_the_whole_model_shows_is_told_once(
 
 
 def test_a_compiled_model_under_float16_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    model, parallel = job()
+    model = habits.network()
+    parallel = habits.job(model)
     compiled = torch.compile(model, backend="aot_eager")
     with caplog.at_level(logging.WARNING, "stretto"):
         with torch.autocast("cpu", torch.float16):

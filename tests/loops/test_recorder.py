@@ -9,7 +9,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 import stretto
-from stretto import ACCO, Average, DataParallel, Recorder, ZeRO1
+from stretto import ACCO, Average, Recorder, ZeRO1
 from stretto.errors import ConfigError, UsageError
 from stretto.json_lines import read_json_lines
 from stretto_lab.page import ReportConfig, report
@@ -68,7 +68,7 @@ def test_tensorboard_has_the_same_curve(tmp_path: Path) -> None:
 
 def on_ranks(rank: int, group: ProcessGroup, folder: str) -> bool:
     model = network()
-    parallel = DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), ZeRO1(), group=group)
+    parallel = job(model, group=group)
     with Recorder(f"{folder}/{rank}", parallel) as recorder:
         for batch in parallel.feed(batches()[rank::2], on_update=recorder):
             parallel.backward(mean_square(model, batch))

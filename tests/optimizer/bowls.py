@@ -1,16 +1,21 @@
 """A small job whose every gradient depends on the values, and the same as a plain loop."""
 
 import copy
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 
-from stretto import DataParallel, Options, Strategy
+from stretto import DataParallel, Options, Strategy, Update, ZeRO1
+from stretto.optimizer.several import Several
 from stretto_lab.virtual import VirtualCluster
+from tests.exactness.jobs import Case, State
+from tests.exactness.reference import EQUATIONS, Counts, Reference, Sum
 
 UPDATES = 3
 SMALL = Options(bucket_bytes=1024)
+ZERO1 = ZeRO1()
 
 
 class Bowls(nn.Module):
@@ -33,109 +38,96 @@ def groups_of(model: Bowls, num_groups: int = 2, settings: Any = None) -> list[d
     return [{"params": values[index::num_groups], **given[index]} for index in range(num_groups)]
 
 
+Train = Callable[[DataParallel, nn.Module, int], Update | None]
+"""Trains on a micro-batch, given the job, its model and the rank."""
+
+
+def on_own(job: DataParallel, model: nn.Module, rank: int) -> Update | None:
+    return job.backward(model(rank))
+
+
+def on_ranks(
+    world_size: int,
+    model_of: Callable[[], nn.Module],
+    optimizer: Any,
+    train: Train = on_own,
+    *,
+    strategy: Strategy = ZERO1,
+    updates: int = UPDATES,
+    **settings: Any,
+) -> list[tuple[list[Tensor], DataParallel, list[Update]]]:
+    """Train on the virtual cluster; return every rank's parameters, its job and the updates it was told of."""
+
+    def program(rank: int, group: Any) -> tuple[list[Tensor], DataParallel, list[Update]]:
+        model, told = model_of(), []
+        given = {"options": SMALL, **settings}
+        with DataParallel(model, optimizer(model), strategy, group=group, **given) as job:
+            while job.steps < updates:
+                told.append(train(job, model, rank))
+            with job.settled():
+                values = [p.detach().clone() for p in model.values]
+        return values, job, [update for update in told if update]
+
+    return list(VirtualCluster(world_size).run(program).values)
+
+
 def trained(
     shapes: list[tuple[int, ...]],
     make: Any,
     strategy: Strategy,
     world_size: int,
     *,
-    options: Options = SMALL,
     alike: bool = False,
-    updates: int = UPDATES,
+    **settings: Any,
 ) -> list[Tensor]:
-    """Train on the virtual cluster, two micro-batches per update, and return rank 0's parameters.
-
-    Ranks have gradients of their own, or with `alike` those of rank 0.
-    """
-
-    def program(rank: int, group: Any) -> list[Tensor]:
-        model = Bowls(shapes)
-        with DataParallel(model, make(model), strategy, micro_batches=2, group=group, options=options) as job:
-            while job.steps < updates:
-                job.backward(model(0 if alike else rank))
-            with job.settled():
-                return [p.detach().clone() for p in model.values]
-
-    return VirtualCluster(world_size).run(program).values[0]
+    """Train with two micro-batches per update, ranks on their own or `alike`; return rank 0's parameters."""
+    train = (lambda job, model, rank: job.backward(model(0))) if alike else on_own
+    settings = {"strategy": strategy, "micro_batches": 2, **settings}
+    return on_ranks(world_size, lambda: Bowls(shapes), make, train, **settings)[0][0]
 
 
-class PlainLoop:
-    """The same in one process: plain autograd and stock optimizers."""
+class PlainLoop(Reference):
+    """The same in one process: the equations of a strategy, plain autograd and stock optimizers."""
 
-    def __init__(self, shapes: list[tuple[int, ...]], make: Any, world_size: int) -> None:
-        self.model = Bowls(shapes)
-        self.values = list(self.model.values)
-        made = make(self.model)
-        self.optimizers: list[optim.Optimizer] = made if isinstance(made, list) else [made]
-        self.ranks = range(world_size)
-        self.committed = [p.detach().clone() for p in self.values]
+    def __init__(self, shapes: list[tuple[int, ...]], make: Any, strategy: Strategy, world_size: int) -> None:
+        self.case = Case(strategy=strategy, options=SMALL)
+        self.model, held = Bowls(shapes), Bowls(shapes)
+        self.parameters, self.masters = list(self.model.values), list(held.values)
+        self.start = [p.detach().clone() for p in self.parameters]
+        made = make(held)
+        self.optimizer = Several(made) if isinstance(made, list) else made
+        self.steps, self.ranks, self.replicated = 0, range(world_size), False
+        self.wire = self.accumulation = torch.float32
 
-    def show(self, values: list[Tensor]) -> None:
-        for parameter, value in zip(self.values, values, strict=True):
-            parameter.data.copy_(value)
+    def turned(self, updates: Sequence[Counts]) -> Iterator[Counts]:
+        """Yield the updates: nobody turns the rates."""
+        yield from updates
 
-    def gradient(self, at: list[Tensor], count: int) -> list[Tensor]:
-        """Add `count` gradients on each rank, and then the ranks."""
-        self.show(at)
-        total = [torch.zeros_like(p) for p in at]
-        for rank in self.ranks:
-            own = [torch.zeros_like(p) for p in at]
-            for _ in range(count):
-                torch._foreach_add_(own, torch.autograd.grad(self.model(rank), self.values))
-            torch._foreach_add_(total, own)
-        return total
+    def gradient_of_rank(self, rank: int, count: int) -> Sum:
+        own = Sum([None] * len(self.parameters), 0.0)
+        for _ in range(count):
+            own = own + Sum(list(torch.autograd.grad(self.model(rank), self.parameters)), 1.0)
+        return own
 
-    def stepped(self, sums: list[Tensor], count: int) -> list[Tensor]:
-        self.show(self.committed)
-        for parameter, total in zip(self.values, sums, strict=True):
-            parameter.grad = total / (count * len(self.ranks))
-        for optimizer in self.optimizers:
-            optimizer.step()
-        return [p.detach().clone() for p in self.values]
-
-    def looked_ahead(self, sums: list[Tensor], count: int) -> list[Tensor]:
-        """Return what a step would give: the optimizers step and are put back."""
-        states = copy.deepcopy([optimizer.state_dict() for optimizer in self.optimizers])
-        values = self.stepped(sums, count)
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            optimizer.load_state_dict(state)
-        return values
-
-    def synchronous_update(self) -> None:
-        self.committed = self.stepped(self.gradient(self.committed, 2), 2)
-
-    def acco_update(self, estimate: list[Tensor]) -> list[Tensor]:
-        """Commit an update, and return the next estimate."""
-        first, second = self.gradient(estimate, 1), self.gradient(self.committed, 1)
-        estimate = self.looked_ahead(first, 1)
-        self.committed = self.stepped([a + b for a, b in zip(first, second, strict=True)], 2)
-        return estimate
-
-    def late_update(self, at: list[Tensor]) -> list[Tensor]:
-        """Commit an update with gradients at other values, and return what the same gradients predict for the next."""
-        gradient = self.gradient(at, 2)
-        self.committed = self.stepped(gradient, 2)
-        return self.looked_ahead(gradient, 2)
+    def peek(self, total: Sum) -> State:
+        """Return what a step would show, and undo it: a copy of an optimizer has not what its class puts on it."""
+        masters, state = copy.deepcopy((self.masters, self.optimizer.state_dict()))
+        shown = self.apply(total, self.optimizer, self.masters)
+        self.optimizer.load_state_dict(state)
+        for master, value in zip(self.masters, masters, strict=True):
+            master.data.copy_(value)
+        return shown
 
 
 def plain(
     shapes: list[tuple[int, ...]], make: Any, strategy: Strategy, world_size: int, updates: int = UPDATES
 ) -> list[Tensor]:
     """Return what the strategy's equations give, ranks with gradients of their own."""
-    loop = PlainLoop(shapes, make, world_size)
-    before = shown = loop.committed
-    for _ in range(updates):
-        if strategy.name == "acco":
-            shown = loop.acco_update(shown)
-        elif strategy.name == "dpu":
-            previous = loop.committed
-            loop.late_update(before)
-            before = previous
-        elif strategy.name == "wp":
-            before, shown = shown, loop.late_update(before)
-        else:
-            loop.synchronous_update()
-    return loop.committed
+    rounds = [1, 1] if strategy.name == "acco" else [2]
+    counts = [[[count] * world_size for count in rounds]] * updates
+    equations = EQUATIONS.get(strategy.name, EQUATIONS["ddp"])
+    *_, (_, committed) = equations(PlainLoop(shapes, make, strategy, world_size), counts)
+    return committed
 
 
 def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from stretto.errors import ConfigError
-from stretto.flat import Slices
+from stretto.flat import Block, Slices
 from stretto.optimizer import ReducedGradient
 
 
@@ -21,11 +21,32 @@ def slices(tensors: list[torch.Tensor]) -> Slices:
     return Slices([torch.cat(tensors)], tensors)
 
 
+def test_sum_adds_values_weights_and_use_and_its_parts_are_readable_until_it_is_merged() -> None:
+    first = gradient(1.0, 2.0, weight=2.0)
+    total = first + gradient(4.0, 8.0, weight=3.0, used=b"\x00\x01")
+    assert first.mean_of(Block(0, (0,), 0, 0, 0, 1, 2), 0.5).tolist() == [0.25, 0.5]
+    total.merge()
+    assert total.sums[0].tolist() == [5.0, 10.0]
+    assert total.weight == 5.0
+    assert total.used == b"\x01\x01"
+
+
 def test_sum_needs_no_third_buffer() -> None:
     first, second = gradient(1.0), gradient(2.0)
     total = first + second
     total.merge()
     assert total.sums[0].data_ptr() == second.sums[0].data_ptr()
+
+
+def test_mean_is_taken_once_and_in_place() -> None:
+    reduced = gradient(6.0, weight=3.0)
+    whole = Block(0, (0,), 0, 0, 0, 1, 1)
+    copy = reduced.mean_of(whole, 0.5)
+    assert reduced.sums[0].tolist() == [6.0]
+    for _ in range(2):
+        reduced.become_mean(0.5)
+    assert torch.equal(reduced.sums[0], copy)
+    assert reduced.mean_of(whole, 0.5).data_ptr() == reduced.sums[0].data_ptr()
 
 
 def test_gradient_that_went_into_a_sum_is_refused() -> None:

@@ -1,7 +1,6 @@
 """Whole tensors in hard cases: ranks without any; unused, tied, transposed and 16-bit parameters; damage; wires."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,37 +12,13 @@ from stretto.errors import UnsupportedOptimizer
 from stretto.guards import Guard
 from stretto.strategies import STRATEGIES, Strategy
 from stretto_lab.testing import Damage
-from stretto_lab.virtual import VirtualCluster
-from tests.optimizer.bowls import SMALL, UPDATES, Bowls, assert_equal, plain, trained
-from tests.optimizer.test_whole import AVERAGES, OPTIMIZERS, SHAPES
+from tests.optimizer.bowls import SMALL, UPDATES, Bowls, assert_equal, on_ranks, plain, trained
+from tests.optimizer.test_whole import AVERAGES, OPTIMIZERS, SHAPES, muon_and_adamw
 from tests.optimizer.written import Lars, Written
 
 
 def muon(model: nn.Module) -> optim.Optimizer:
     return optim.Muon(model.values, lr=0.05)
-
-
-Program = Callable[[DataParallel, nn.Module, int], None]
-
-
-def on_ranks(world_size: int, model_of: Callable[[], nn.Module], train: Program, **choices: Any) -> list[Any]:
-    """Train on the virtual cluster; return every rank's parameters, its job and the updates it was told of."""
-
-    def program(rank: int, group: Any) -> Any:
-        model = model_of()
-        optimizer = choices.get("optimizer", OPTIMIZERS["muon and adamw"])(model)
-        rest = {name: value for name, value in choices.items() if name not in ("optimizer", "strategy")}
-        strategy = choices.get("strategy") or ZeRO1()
-        job = DataParallel(model, optimizer, strategy, group=group, **{"options": SMALL, **rest})
-        updates: list[Any] = []
-        with job:
-            while job.steps < UPDATES:
-                updates.append(train(job, model, rank))
-            with job.settled():
-                values = [p.detach().clone() for p in model.values]
-        return values, job, [update for update in updates if update]
-
-    return VirtualCluster(world_size).run(program).values
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -77,7 +52,7 @@ def test_parameter_that_is_not_used_in_an_update_is_not_stepped(chosen: Strategy
 
     options = dataclasses.replace(SMALL, allow_unused=True)
     found = on_ranks(
-        2, lambda: Bowls(shapes), train, optimizer=lambda m: Lars(m.values), strategy=chosen, options=options
+        2, lambda: Bowls(shapes), lambda m: Lars(m.values), train, strategy=chosen, options=options
     )
     for values, _, _ in found:
         assert_equal(values, [p.detach() for p in model.values])
@@ -102,9 +77,7 @@ class Transposed(Bowls):
 @pytest.mark.filterwarnings("ignore:grad and param do not obey")
 @pytest.mark.parametrize("kind", [Tied, Transposed])
 def test_tied_and_transposed_parameters_train_as_plain_contiguous_ones(kind: type[Bowls]) -> None:
-    found = on_ranks(
-        2, kind, lambda job, model, rank: job.backward(model(rank)), optimizer=muon, micro_batches=2
-    )
+    found = on_ranks(2, kind, muon, micro_batches=2)
     expected = plain([(9, 31), (40, 70)], muon, ZeRO1(), 2)
     for values, _, _ in found:
         assert_equal(values, expected)
@@ -122,12 +95,7 @@ def test_16_bit_parameters_have_masters_that_the_optimizer_sees_whole() -> None:
         stock.step()
         for parameter, master in zip(model.values, masters, strict=True):
             parameter.data.copy_(master)
-    found = on_ranks(
-        2,
-        lambda: Bowls(shapes).bfloat16(),
-        lambda job, model, rank: job.backward(model(rank)),
-        optimizer=muon,
-    )
+    found = on_ranks(2, lambda: Bowls(shapes).bfloat16(), muon)
     for values, _, _ in found:
         assert_equal(values, [p.detach() for p in model.values])
 
@@ -140,7 +108,8 @@ def micro_batch(job: DataParallel, model: nn.Module, rank: int) -> Any:
 def test_guards_see_nothing_wrong(strategy: str) -> None:
     chosen = STRATEGIES[strategy]()
     guards = [AtRest(), ReplicaGuard()] + [Audit(rate=1.0)] * (strategy in ("ddp", "zero1"))
-    found = on_ranks(2, lambda: Bowls(SHAPES), micro_batch, strategy=chosen, guards=guards, micro_batches=2)
+    choices = {"strategy": chosen, "guards": guards, "micro_batches": 2}
+    found = on_ranks(2, lambda: Bowls(SHAPES), muon_and_adamw, micro_batch, **choices)
     expected = plain(SHAPES, OPTIMIZERS["muon and adamw"], chosen, 2)
     for values, job, updates in found:
         assert_equal(values, expected)
@@ -160,9 +129,9 @@ def test_damage_to_the_state_of_a_whole_tensor_is_repaired(strategy: str, guard:
         return update
 
     shapes, chosen = [(9, 31), (40, 70)], STRATEGIES[strategy]()
-    choices = {"strategy": chosen, "optimizer": muon, "guards": [guard], "micro_batches": 2}
+    choices = {"strategy": chosen, "guards": [guard], "micro_batches": 2}
     expected = plain(shapes, muon, chosen, 3)
-    for values, _, updates in on_ranks(3, lambda: Bowls(shapes), train, **choices):
+    for values, _, updates in on_ranks(3, lambda: Bowls(shapes), muon, train, **choices):
         assert_equal(values, expected)
         incidents = {one.site: one.action for one in updates[-1].incidents}
         assert incidents["optimizer state"] == action
@@ -171,13 +140,7 @@ def test_damage_to_the_state_of_a_whole_tensor_is_repaired(strategy: str, guard:
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "acco"])
 def test_padding_has_masters_and_no_state(strategy: str) -> None:
     world_size, chosen = 3, STRATEGIES[strategy]()
-    found = on_ranks(
-        world_size,
-        lambda: Bowls(SHAPES),
-        lambda job, model, rank: job.backward(model(rank)),
-        strategy=chosen,
-        micro_batches=2,
-    )
+    found = on_ranks(world_size, lambda: Bowls(SHAPES), muon_and_adamw, strategy=chosen, micro_batches=2)
     copies = world_size if strategy == "ddp" else 1
     sharded = [job.job.sharded for _, job, _ in found]
     masters = sum(master.numel() for one in sharded for master in one.masters)
@@ -207,7 +170,7 @@ def test_state_larger_than_its_parameter_is_refused_only_where_replicas_are_aver
 
 
 def test_groups_that_need_it_are_whole_and_the_others_are_cut() -> None:
-    values, job, _ = on_ranks(1, lambda: Bowls(SHAPES), lambda job, model, rank: job.backward(model(rank)))[0]
+    values, job, _ = on_ranks(1, lambda: Bowls(SHAPES), muon_and_adamw)[0]
     is_whole = {slot.shape: slot.is_whole for slot in job.job.layout.slots}
     assert is_whole == {shape: len(shape) == 2 and 0 not in shape for shape in SHAPES}
     assert len(values) == len(SHAPES)
