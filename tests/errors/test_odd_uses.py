@@ -81,10 +81,14 @@ def recorded(job: Job, call: Callable[[st.Recorder], None]) -> None:
         call(records)
 
 
-def state_with(job: Job, part: str, name: str | None, value: Any) -> dict[str, Any]:
-    """Its state, with one entry replaced."""
-    state = job.parallel.state_dict()
-    return {**state, part: value if name is None else {**state[part], name: value}}
+def loaded(part: str, name: str | None = None) -> Callable[[Job, Any], None]:
+    """Return a call that loads the job's own state with one entry replaced."""
+
+    def load(job: Job, odd: Any) -> None:
+        state = job.parallel.state_dict()
+        job.parallel.load_state_dict({**state, part: odd if name is None else {**state[part], name: odd}})
+
+    return load
 
 
 def made(**odd: Any) -> None:
@@ -127,24 +131,12 @@ CALLS: dict[str, Callable[[Job, Any], Any]] = {
     "feed: batch": lambda job, odd: next(job.parallel.feed([odd, odd])),
     "fail": lambda job, odd: job.parallel.fail(odd),
     "load_state_dict": lambda job, odd: job.parallel.load_state_dict(odd),
-    "load_state_dict: model": lambda job, odd: job.parallel.load_state_dict(
-        state_with(job, "model", None, odd)
-    ),
-    "load_state_dict: parameter": lambda job, odd: job.parallel.load_state_dict(
-        state_with(job, "model", "0.weight", odd)
-    ),
-    "load_state_dict: buffer": lambda job, odd: job.parallel.load_state_dict(
-        state_with(job, "model", "1.running_mean", odd)
-    ),
-    "load_state_dict: optimizer": lambda job, odd: job.parallel.load_state_dict(
-        state_with(job, "optimizer", None, odd)
-    ),
-    "load_state_dict: moment": lambda job, odd: job.parallel.load_state_dict(
-        state_with(job, "optimizer", "state.0.weight.exp_avg", odd)
-    ),
-    "load_state_dict: counts": lambda job, odd: job.parallel.load_state_dict(
-        state_with(job, "job", None, odd)
-    ),
+    "load_state_dict: model": loaded("model"),
+    "load_state_dict: parameter": loaded("model", "0.weight"),
+    "load_state_dict: buffer": loaded("model", "1.running_mean"),
+    "load_state_dict: optimizer": loaded("optimizer"),
+    "load_state_dict: moment": loaded("optimizer", "state.0.weight.exp_avg"),
+    "load_state_dict: counts": loaded("job"),
     "save": lambda job, odd: checkpoint.save(odd, "folder"),
     "save(directory)": lambda job, odd: checkpoint.save(job.parallel, odd),
     "save(loader)": lambda job, odd: checkpoint.save(job.parallel, "folder", loader=odd),

@@ -32,17 +32,6 @@ class OnePath(nn.Module):
         return output
 
 
-def wrap(
-    model: nn.Module,
-    strategy: st.Strategy | None = None,
-    learning_rate: float = 0.01,
-    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
-    **settings: Any,
-) -> None:
-    settings = {"micro_batches": 2, **settings}
-    st.DataParallel(model, optimizer(model.parameters(), lr=learning_rate), strategy, **settings)
-
-
 def turned_otherwise(rank: int, strategy: str) -> None:
     """After the first update, one rank's schedule goes its own way."""
     job = TinyJob(strategy, learning_rate=0.1)
@@ -110,57 +99,59 @@ def started_from_other_values(rank: int) -> list[Any]:
     values = [*model.parameters(), *model.buffers()]
     for value in values:
         value.detach().fill_(rank)
-    wrap(model)
+    TinyJob(model=model)
     return [value.tolist() for value in values]
 
 
 DIFFERENCES: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
     "strategy": (
-        lambda rank: wrap(tiny_model(), [st.ACCO(), st.WeightPrediction()][rank]),
+        lambda rank: TinyJob([st.ACCO(), st.WeightPrediction()][rank]),
         ("strategy", "'ACCO(first=None)' as on rank 0", "'WeightPrediction()' on rank 1"),
     ),
     "strategy's option": (
-        lambda rank: wrap(tiny_model(), st.ACCO(first=1 + rank), micro_batches=4),
+        lambda rank: TinyJob(st.ACCO(first=1 + rank), micro_batches=4),
         ("strategy", "'ACCO(first=1)'", "'ACCO(first=2)'"),
     ),
     "count": (
-        lambda rank: wrap(tiny_model(), micro_batches=2 + rank),
+        lambda rank: TinyJob(micro_batches=2 + rank),
         ("micro_batches", "expected '2'", "found '3'"),
     ),
     "clock": (
-        lambda rank: wrap(tiny_model(), micro_batches=st.Clock(maximum=8 + rank)),
+        lambda rank: TinyJob(micro_batches=st.Clock(maximum=8 + rank)),
         ("micro_batches", "maximum=8", "maximum=9"),
     ),
     "option": (
-        lambda rank: wrap(tiny_model(), options=st.Options(clip_norm=[1.0, None][rank])),
+        lambda rank: TinyJob(options=st.Options(clip_norm=[1.0, None][rank])),
         ("options", "expected 'clip_norm=1.0'", "found 'clip_norm=None'"),
     ),
     "what ranks compare it over": (
-        lambda rank: wrap(tiny_model(), guards=["standard", ()][rank]),
+        lambda rank: TinyJob(guards=["standard", ()][rank]),
         ("options", "expected 'verified=True'", "found 'verified=False'"),
     ),
     "hyperparameter": (
-        lambda rank: wrap(tiny_model(), learning_rate=[0.1, 0.2][rank]),
+        lambda rank: TinyJob(learning_rate=[0.1, 0.2][rank]),
         ("optimizer settings", "expected 'group 0: lr=0.1'", "found 'group 0: lr=0.2'"),
     ),
     "optimizer": (
-        lambda rank: wrap(tiny_model(), optimizer=[torch.optim.Adam, torch.optim.NAdam][rank]),
+        lambda rank: TinyJob(optimizer=[torch.optim.Adam, torch.optim.NAdam][rank]),
         ("optimizer: ", "expected 'Adam'", "found 'NAdam'"),
     ),
     "width": (
-        lambda rank: wrap(nn.Linear(4, 1 + rank)),
+        lambda rank: TinyJob(model=nn.Linear(4, 1 + rank)),
         ("model", "parameter bias: (1,)", "parameter bias: (2,)"),
     ),
     "depth": (
-        lambda rank: wrap(nn.Sequential(*(nn.Linear(4, 4) for _ in range(1 + rank)))),
+        lambda rank: TinyJob(model=nn.Sequential(*(nn.Linear(4, 4) for _ in range(1 + rank)))),
         ("model", "parameter 0.bias", "parameter 1.bias"),
     ),
     "dtype": (
-        lambda rank: wrap(nn.Linear(4, 1, dtype=[torch.float32, torch.bfloat16][rank])),
+        lambda rank: TinyJob(model=nn.Linear(4, 1, dtype=[torch.float32, torch.bfloat16][rank])),
         ("model", "torch.float32", "torch.bfloat16"),
     ),
     "buffers": (
-        lambda rank: wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=rank == 0))),
+        lambda rank: TinyJob(
+            model=nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=rank == 0))
+        ),
         ("buffers", "expected '1.running_mean: (4,) torch.float32'", "found 'nothing'"),
     ),
 }
@@ -168,7 +159,7 @@ SCENARIOS: dict[str, Callable[[int], Any]] = {
     **{f"other {name}": scenario for name, (scenario, _) in DIFFERENCES.items()},
     **{f"turned {name}": lambda rank, name=name: turned_otherwise(rank, name) for name in BOTH_KINDS},
     **{f"infinite slope {name}": lambda rank, name=name: trained_on(rank, name) for name in STRATEGIES},
-    "nothing to train on one rank": lambda rank: wrap(tiny_model().requires_grad_(rank == 0)),
+    "nothing to train on one rank": lambda rank: TinyJob(model=tiny_model().requires_grad_(rank == 0)),
     "objects": lambda rank: kept_in_groups(rank, 100),
     "other values": started_from_other_values,
     **{
@@ -184,7 +175,8 @@ def run_all(rank: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, scenario in SCENARIOS.items():
         try:
-            results[name] = scenario(rank)
+            found = scenario(rank)
+            results[name] = "a job" if isinstance(found, TinyJob) else found
         except StrettoError as error:
             results[name] = f"{type(error).__name__}: {error}"
     return results
@@ -283,17 +275,12 @@ def test_parameters_that_one_rank_freezes_alone_are_named_and_those_that_all_fre
     strategy: str,
 ) -> None:
     def program(rank: int, group: VirtualGroup, freezing: list[int]) -> None:
-        model = tiny_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        options = st.Options(allow_unused=True)
-        parallel = st.DataParallel(
-            model, optimizer, STRATEGIES[strategy], micro_batches=2, group=group, options=options
-        )
+        job = TinyJob(strategy, rank=rank, group=group, options=st.Options(allow_unused=True))
         for number in range(12):
             if number == 6 and rank in freezing:
-                model[0].requires_grad_(False)
-            parallel.backward(model(torch.ones(2, 4) + rank).square().mean())
-        parallel.finish()
+                job.model[0].requires_grad_(False)
+            job.micro_batch()
+        job.parallel.finish()
 
     VirtualCluster(2).run(functools.partial(program, freezing=[0, 1]))
     with pytest.raises(RanksDisagree, match=r"found 'frozen: .*' on rank 1"):

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 
 import stretto as st
@@ -19,7 +18,7 @@ from stretto.groups.wrapped import WrappedGroup
 from stretto.strategies import STRATEGIES
 from tests.draws import draws
 from tests.errors.test_failures import default_store, lanes_left, move_store_to_rank_0
-from tests.errors.tiny import tiny_model
+from tests.errors.tiny import TinyJob
 from tests.groups.nccl_like import NcclLikeGroup
 from tests.processes import rank_outcomes
 
@@ -140,17 +139,9 @@ def train(rank: int, strike: Strike) -> tuple[str, str, float, list[str]]:
         move_store_to_rank_0(rank, strike.world_size)
     found: tuple[str, str, float, list[str]] = ("nothing", "", 0.0, [])
     try:
-        model = tiny_model()
-        parallel = st.DataParallel(
-            model,
-            torch.optim.AdamW(model.parameters(), lr=0.01),
-            STRATEGIES[strike.strategy](),
-            micro_batches=2,
-            group=Struck(strike, shared),
-            options=strike.options,
-        )
+        job = TinyJob(strike.strategy, group=Struck(strike, shared), options=strike.options)
         for _ in range(50 * MOST_CALLS):
-            parallel.backward(model(torch.ones(2, 4)).square().mean())
+            job.micro_batch()
     except st.StrettoError as error:
         seconds = time.monotonic() - float(shared.get("struck"))
         found = type(error).__name__, str(error), seconds, lanes_left()

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,43 +15,46 @@ from torch import Tensor, nn
 import stretto as st
 from stretto.strategies import STRATEGIES
 from tests.draws import part
-from tests.errors.tiny import tiny_model
+from tests.errors.tiny import TinyJob
 from tests.groups.nccl_like import ASKED, LATE, NcclLikeGroup
 from tests.processes import run_ranks
 
-MICRO_BATCHES = 40
-"""Of 20 updates."""
 LONG = timedelta(seconds=60)
 WIRES = ("fp32", "bf16", "int8")
 
 
-def trained(rank: int, strategy: st.Strategy, group: dist.ProcessGroup | None, **options: Any) -> Tensor:
-    """Train; on the emulated group the last rank enters its third round only when another has waited for it."""
-    model = tiny_model()
-    guards = options.pop("guards", ())
-    parallel = st.DataParallel(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=0.01),
-        strategy,
-        micro_batches=2,
-        group=group,
-        guards=guards,
-        options=st.Options(bucket_bytes=64, **options),
-    )
-    generator = torch.Generator().manual_seed(rank)
+def keep_waiting(seconds: str) -> None:
+    """Return once another rank has waited for this one for so long."""
     store = dist.group.WORLD.get_group_store()
-    for index in range(MICRO_BATCHES):
-        if group is not None and index == 4 and rank == 1:
-            store.set(LATE, "0")
-            store.wait([ASKED], LONG)
-        parallel.backward(model(torch.randn(2, 4, generator=generator)).square().mean())
-    parallel.finish()
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+    store.set(LATE, seconds)
+    store.wait([ASKED], LONG)
+
+
+def trained(
+    rank: int,
+    strategy: st.Strategy,
+    group: dist.ProcessGroup,
+    after: dict[int, Callable[[st.DataParallel], None]],
+    *,
+    updates: int = 20,
+    guards: Any = (),
+    **options: Any,
+) -> Tensor:
+    """Train, and call what is due `after` an update; return all parameters."""
+    settings = st.Options(bucket_bytes=64, **options)
+    job = TinyJob(strategy, rank=rank, group=group, guards=guards, options=settings)
+    while job.parallel.steps < updates:
+        step = job.until_update().step
+        after.get(step, lambda _: None)(job.parallel)
+    job.parallel.finish()
+    return torch.cat([p.detach().flatten() for p in job.model.parameters()])
 
 
 def trained_twice(rank: int, strategy: st.Strategy, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    plain = trained(rank, strategy, None, **options)
-    return plain, trained(rank, strategy, NcclLikeGroup(), **options)
+    """On the emulated group the last rank enters its third round only when another has waited for it."""
+    plain = trained(rank, strategy, dist.group.WORLD, {}, **options)
+    late = {2: lambda _: keep_waiting("0")} if rank == 1 else {}
+    return plain, trained(rank, strategy, NcclLikeGroup(), late, **options)
 
 
 @pytest.mark.parametrize("name", [*part(STRATEGIES), "zero1 with guards"])

@@ -23,7 +23,7 @@ from stretto_lab.train.launch import LocalRanks
 from stretto_lab.train.workers import RankInfo, joined_group
 from tests.errors.test_failures import SECONDS_TO_NOTICE, default_store
 from tests.errors.test_watch import NEVER, detector
-from tests.errors.tiny import TinyJob, says, tiny_model
+from tests.errors.tiny import TinyJob, says
 from tests.groups.nccl_like import NcclLikeGroup
 from tests.processes import rank_outcomes, run_ranks
 
@@ -160,19 +160,13 @@ def host_blocked_by_a_device(rank: int, folder: Path | None) -> str:
     """Rank 0 waits for a collective where nothing can look around, as for a kernel on a device."""
     store = default_store()
     store.set(f"process/{rank}", str(os.getpid()))
-    model = tiny_model()
-    parallel = st.DataParallel(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        micro_batches=1,
-        group=NcclLikeGroup(),
-        options=st.Options(silent_seconds=4.0),
-    )
-    parallel.backward(model(torch.ones(2, 4)).square().mean())
+    options = st.Options(silent_seconds=4.0)
+    job = TinyJob("zero1", micro_batches=1, group=NcclLikeGroup(), options=options)
+    job.micro_batch()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
         return "went on"
-    group = parallel.job.exchange.group
+    group = job.parallel.job.exchange.group
     while not group.is_aborted:
         time.sleep(0.01)
     signs = store_of(group)
@@ -181,8 +175,8 @@ def host_blocked_by_a_device(rank: int, folder: Path | None) -> str:
         time.sleep(0.01)
     try:
         if folder is not None:
-            save(parallel, folder)
-        parallel.backward(model(torch.ones(2, 4)).square().mean())
+            save(job.parallel, folder)
+        job.micro_batch()
     except PeerSilent as error:
         return str(error)
     finally:
@@ -221,10 +215,8 @@ class BlockedAtTheStart(NcclLikeGroup):
 def blocked_at_the_start(rank: int) -> str:
     store = default_store()
     store.set(f"process/{rank}", str(os.getpid()))
-    model = tiny_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        st.DataParallel(model, optimizer, group=BlockedAtTheStart(), options=st.Options(silent_seconds=4.0))
+        TinyJob("zero1", group=BlockedAtTheStart(), options=st.Options(silent_seconds=4.0))
     except PeerSilent as error:
         return str(error)
     finally:
@@ -240,15 +232,13 @@ def test_so_is_one_that_makes_a_job() -> None:
 
 def killed_beside_a_group_that_hears_nothing(info: RankInfo) -> None:
     with joined_group(info, Link.parse("none"), torch.device("cpu"), NEVER):
-        model = tiny_model()
         options = st.Options(silent_seconds=NEVER)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        parallel = st.DataParallel(model, optimizer, micro_batches=1, group=NcclLikeGroup(), options=options)
+        job = TinyJob("zero1", micro_batches=1, group=NcclLikeGroup(), options=options)
         for index in range(10):
             if info.rank == 1 and index == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             try:
-                parallel.backward(model(torch.ones(2, 4)).square().mean())
+                job.micro_batch()
             except PeerFailed as error:
                 raise ValueError(f"told: {error}") from error  # a consequence would not be shown
 

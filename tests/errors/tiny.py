@@ -19,6 +19,7 @@ STRATEGIES: dict[str, st.Strategy] = {
 }
 EVERY: dict[str, st.Strategy] = {
     **{name: kind() for name, kind in strategies.STRATEGIES.items()},
+    "average": st.Average(every=2),
     "local": st.LocalSGD(rate=0.5),
     "diloco": st.DiLoCo(interval=2),
 }
@@ -37,7 +38,7 @@ class TinyJob:
 
     def __init__(
         self,
-        strategy: str = "acco",
+        strategy: str | st.Strategy = "acco",
         *,
         model: nn.Module | None = None,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
@@ -48,7 +49,10 @@ class TinyJob:
         self.model = tiny_model() if model is None else model
         self.optimizer = optimizer(self.model.parameters(), lr=learning_rate)
         self.parallel = st.DataParallel(
-            self.model, self.optimizer, EVERY[strategy], **{"micro_batches": MICRO_BATCHES, **settings}
+            self.model,
+            self.optimizer,
+            EVERY[strategy] if isinstance(strategy, str) else strategy,
+            **{"micro_batches": MICRO_BATCHES, **settings},
         )
         self._generator = torch.Generator().manual_seed(1 + rank)
 

@@ -28,6 +28,15 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
+def gloo_has_lists_for_all() -> bool:
+    group = gloo_group(dist.HashStore(), 0, 1, dist.default_pg_timeout, None)
+    try:
+        group.alltoall([torch.empty(1)], [torch.ones(1)], dist.AllToAllOptions()).wait()
+    except RuntimeError:
+        return False
+    return True
+
+
 def all_collectives(rank: int) -> list[torch.Tensor]:
     """Every collective once, over ten floats per rank; the results in order."""
     generator = torch.Generator().manual_seed(rank)
@@ -52,8 +61,11 @@ def all_collectives(rank: int) -> list[torch.Tensor]:
     dist.scatter(part, halves if rank == 0 else None, src=0)
     collected = [torch.empty(10), torch.empty(10)]
     dist.gather(new(), collected if rank == 1 else None, dst=1)
+    parts = [torch.zeros(5), torch.zeros(5)]
+    if gloo_has_lists_for_all():
+        dist.all_to_all(parts, list(new().chunk(2)))
     dist.barrier()
-    results = [reduced, mean, broadcast, gathered, scattered, exchanged, uneven, *listed, part]
+    results = [reduced, mean, broadcast, gathered, scattered, exchanged, uneven, *listed, *parts, part]
     return results + ([rooted] if rank == 0 else collected)
 
 
@@ -71,37 +83,15 @@ def test_collectives_equal_plain_gloo_to_the_bit_and_are_counted(link: str) -> N
     for expected, (results, _, _) in zip(plain, throttled, strict=True):
         assert len(results) == len(expected)
         assert unequal(results, expected) == []
+    lists = 20 if gloo_has_lists_for_all() else 0
     symmetric = {"all_reduce": 40 + 40, "all_gather": 40 + 40, "reduce_scatter": 40, "barrier": 0}
     assert throttled[0][1] == symmetric | {  # 28: the seven floats that rank 0 has for rank 1
-        "all_to_all": 20 + 28, "broadcast": 0, "reduce": 20, "gather": 40, "scatter": 20
+        "all_to_all": 20 + 28 + lists, "broadcast": 0, "reduce": 20, "gather": 40, "scatter": 20
     }  # fmt: skip
     assert throttled[1][1] == symmetric | {
-        "all_to_all": 20 + 28, "broadcast": 40, "reduce": 20 + 20, "gather": 0, "scatter": 0
+        "all_to_all": 20 + 28 + lists, "broadcast": 40, "reduce": 20 + 20, "gather": 0, "scatter": 0
     }  # fmt: skip
     assert [(sent, total) for _, sent, total in throttled if total != sum(sent.values())] == []
-
-
-def gloo_has_lists_for_all() -> bool:
-    group = gloo_group(dist.HashStore(), 0, 1, dist.default_pg_timeout, None)
-    try:
-        group.alltoall([torch.empty(1)], [torch.ones(1)], dist.AllToAllOptions()).wait()
-    except RuntimeError:
-        return False
-    return True
-
-
-def lists_for_all(rank: int) -> tuple[list[torch.Tensor], int]:
-    parts, values = [torch.empty(5), torch.empty(5)], torch.arange(10.0) + 100 * rank
-    dist.all_to_all(parts, list(values.chunk(2)))
-    return parts, getattr(world(), "sent", {}).get("all_to_all", 0)
-
-
-@pytest.mark.skipif(not gloo_has_lists_for_all(), reason="Gloo of this PyTorch has no all-to-all of lists")
-def test_an_all_to_all_of_lists_equals_plain_gloo_to_the_bit_and_is_counted() -> None:
-    plain = run_ranks(2, lists_for_all)
-    for (expected, _), (parts, sent) in zip(plain, run_throttled("none", lists_for_all), strict=True):
-        assert unequal(parts, expected) == []
-        assert sent == 20
 
 
 def timed_all_reduces(rank: int) -> float:
