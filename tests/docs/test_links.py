@@ -18,6 +18,13 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
             assert anchor in anchors(target), link
 
 
+def test_a_file_that_a_page_names_is_there() -> None:
+    path = re.compile(r"`((?:benchmarks|examples|experiments|src|tests|website)/[\w./-]+)`")
+    named = {(page.name, name) for page in pages() for name in path.findall(page.read_text(encoding="utf-8"))}
+    of_an_example = {("adding-a-strategy.md", "src/stretto/strategies/pipe_sgd.py")}
+    assert {(page, name) for page, name in named if not (ROOT / name).exists()} == of_an_example
+
+
 OUTSIDE = {
     "arxiv.org",
     "creativecommons.org",  # in figures, which matplotlib signs
