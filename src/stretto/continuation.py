@@ -20,7 +20,7 @@ by the same rank of the same worker and layout; otherwise ranks begin with the m
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -362,11 +362,21 @@ def unpack_entries(state: State) -> None:
     Raises:
         UnsafeValue: It holds something that only pickle could read.
     """
-    for part in state.keys() - {"model", "optimizer"}:  # there bytes are the user's
-        entries, keys = (state[part], list(state[part])) if isinstance(state[part], dict) else (state, [part])
-        for key in keys:
-            if type(entries[key]) is bytes:
-                entries[key] = unpack(entries[key], repr(part if entries is state else f"{part}.{key}"))
+    for into, key, name in places(state):
+        if type(into[key]) is bytes and not name.startswith(
+            ("model.", "optimizer.")
+        ):  # there they are the user's
+            into[key] = unpack(into[key], repr(name))
+
+
+def places(state: State) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """Yield of each entry of a state where it lies, under which key, and its name."""
+    for part, entries in state.items():
+        if not isinstance(entries, dict):
+            yield state, part, part
+            continue
+        for key in entries:
+            yield entries, key, f"{part}.{key}"
 
 
 def _named_buffers(model: nn.Module) -> dict[str, Tensor]:

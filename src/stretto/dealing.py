@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from stretto.continuation import places
 from stretto.engine.state import State
 from stretto.errors import CheckpointError, ForeignCheckpoint, TornCheckpoint
 from stretto.flat import PartedTensor, Range, Runs
@@ -101,7 +102,7 @@ class Holding:
             state: What this rank needs; see `Continuation.blank`.
             moves: Whether to take everything from the ranks that write it: other ranks go on.
         """
-        wanted = {name: (into, key) for into, key, name in _places(state)}
+        wanted = {name: (into, key) for into, key, name in places(state)}
         lacking = sorted(name for name, place in wanted.items() if moves or not self._fill(name, *place))
         lacked = sorted({name for told in self._tell(lacking) for name in told})
         arriving = {name: _Arriving(*wanted[name]) for name in lacked if name in wanted}
@@ -127,7 +128,7 @@ class Holding:
                     (start, run) for start, stop in runs.wanted if (run := entry.run(start, stop)) is not None
                 ]
                 if len(found) == len(runs.wanted):
-                    runs.values = found
+                    runs.fill(found)
                     return True
         return False
 
@@ -202,16 +203,6 @@ def _told(kinds: Kinds) -> dict[str, Any]:
     }
 
 
-def _places(state: State) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Yield of each entry of nested dictionaries where it lies, under which key, and its name."""
-    for part, entries in state.items():
-        if not isinstance(entries, dict):
-            yield state, part, part
-            continue
-        for key in entries:
-            yield entries, key, f"{part}.{key}"
-
-
 def _pieces(entry: Any, most_bytes: int) -> Iterator[Any]:
     """Yield what a rank writes of an entry in pieces of so many bytes at most, or of one element; a value is whole."""
     if not isinstance(entry, Runs):
@@ -273,7 +264,7 @@ class _Arriving:
             for start, stop in self._runs.wanted
         )
         if is_whole:
-            self._runs.values = self._blanks
+            self._runs.fill(self._blanks)
         return is_whole
 
 

@@ -22,7 +22,7 @@ import xxhash
 from torch import Tensor
 
 from stretto.checksums import bytes_of
-from stretto.continuation import Continuation, Loader
+from stretto.continuation import Continuation, Loader, places
 from stretto.engine.state import State
 from stretto.errors import TornCheckpoint
 from stretto.flat import PartedTensor, Range, Runs
@@ -249,13 +249,14 @@ def hold(
         copies: Hold copies, because the job goes on; otherwise its own tensors, which must stay as they are.
     """
     job = continuation.job
-    entries = dict(named(state))
+    entries = {name: into[key] for into, key, name in places(state)}
     others = {
         name
         for name, value in entries.items()
         if not isinstance(value, PartedTensor) and not name.startswith("optimizer.state.")
     }
-    entries |= named(continuation.write_own(state, loader, extra))
+    own = continuation.write_own(state, loader, extra)
+    entries |= {name: into[key] for into, key, name in places(own)}
     found = {
         name: _copied(value) if copies else value.runs if isinstance(value, PartedTensor) else value
         for name, value in entries.items()
@@ -273,16 +274,6 @@ def hold(
         },
         others=frozenset(others if job.everyone.rank else ()),
     )
-
-
-def named(state: State) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of nested dictionaries by name."""
-    for part, entries in state.items():
-        if not isinstance(entries, dict):
-            yield part, entries
-            continue
-        for key, value in entries.items():
-            yield f"{part}.{key}", value
 
 
 def _copied(value: Any) -> Any:

@@ -200,21 +200,18 @@ def read(source: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = folder.find(folder_of(source, "source"))
     manifest = Manifest.read(path)
-    entries: dict[str, Any] = {}
+    found: dict[str, list[Any]] = {}
     for rank in range(manifest.world_size):
         for name, entry in manifest.share(path, rank).entries.items():
-            if isinstance(entry, Runs) and name in entries:
-                entries[name].values += entry.values
-            else:
-                entries.setdefault(name, entry)
+            found.setdefault(name, []).append(entry)
     state: dict[str, Any] = {}
-    for name, entry in entries.items():
+    for name, (entry, *others) in found.items():
         part, _, key = name.partition(".")
         if type(entry) is bytes and part not in ("model", "optimizer"):  # packed: for the rank that goes on
             continue
         if isinstance(entry, Runs):
-            entry.values.sort(key=lambda pair: pair[0])
-            whole = entry.run(0, math.prod(entry.shape))
+            values = sorted((run for one in (entry, *others) for run in one.values), key=lambda run: run[0])
+            whole = Runs(entry.shape, entry.dtype, values).run(0, math.prod(entry.shape))
             if whole is None:
                 raise TornCheckpoint(
                     f"{path}: the shares do not hold all of {name!r}; go back to an older checkpoint"

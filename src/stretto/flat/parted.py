@@ -44,6 +44,10 @@ class Runs:
         values = [(start, run) for start, stop in self.written if (run := self.run(start, stop)) is not None]
         return Runs(self.shape, self.dtype, values, self.written)
 
+    def fill(self, values: list[tuple[int, Tensor]]) -> None:
+        """Take what was wanted."""
+        self.values = values
+
     def run(self, start: int, stop: int) -> Tensor | None:
         """Return elements, `(stop - start,)`, a view where they lie in one run; None if some are missing."""
         pieces, place = [], start
