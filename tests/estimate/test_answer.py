@@ -1,10 +1,7 @@
-"""`stretto estimate` answers at once, in an environment without PyTorch."""
+"""What `stretto estimate` answers, and how it is printed."""
 
-import dataclasses
 import random
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -18,26 +15,6 @@ from tests.draws import seeds
 from tests.terminal import print_on_a_terminal
 
 WORDS = "--parameters 124M --update-seconds 1.0 --ranks 4 --network 1gbit"
-WITHOUT_TORCH = """
-import resource, sys
-sys.modules["torch"] = None
-from stretto_lab.cli import main
-code = main(["estimate", *sys.argv[1:]])
-used = resource.getrusage(resource.RUSAGE_SELF)
-print(used.ru_utime + used.ru_stime, file=sys.stderr)
-sys.exit(code)
-"""
-
-
-@pytest.mark.parametrize("asked", ["--help", "--help-all"])
-def test_its_help_needs_no_pytorch_either(asked: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, asked], capture_output=True, text=True, check=True
-    )
-    assert float(done.stderr) < 1
-    for name in dataclasses.fields(EstimateConfig):
-        assert f"--{name.name.replace('_', '-')} " in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 80
 
 
 def test_it_fits_a_terminal_and_says_what_is_sent(

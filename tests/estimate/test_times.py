@@ -1,6 +1,5 @@
 """What the time model says agrees with the strategies' own code in virtual time, and needs no PyTorch."""
 
-import math
 import random
 
 import pytest
@@ -10,9 +9,9 @@ from stretto.flat import bucket_bytes_among
 from stretto.link import MESSAGE_BYTES, Link
 from stretto_lab.estimate.formulas import last_share
 from stretto_lab.estimate.times import ELEMENT_BYTES, Work, time_of
-from stretto_lab.plan import Machine, price
 from stretto_lab.train.arms import parse_arm
 from tests.draws import seeds
+from tests.plan.machine import machine_of, priced
 from tests.wires import OF_GRADIENTS
 
 CLOSE = 0.1
@@ -42,23 +41,13 @@ def test_an_update_takes_what_it_takes_in_virtual_time(seed: int) -> None:
         micro_batches=draw.randint(2, 8),
         link=Link(bits_per_second=10 ** draw.uniform(7.5, 11)),
     )
-    micro_batch = work.update_seconds / work.micro_batches
-    machine = Machine(
-        ranks=work.ranks,
-        parameters=work.parameters,
-        forward_seconds=micro_batch / 3,
-        backward_seconds=micro_batch * 2 / 3,
-        load_seconds=0.0,
-        step_seconds=0.0,
-        exchange_seconds=dict.fromkeys(WIRES, 0.0),
-        link=work.link,
-        cores=math.inf,
-    )
+    micro_batch_ms = 1000 * work.update_seconds / work.micro_batches
+    machine = machine_of(work.ranks, micro_batch_ms, work.link, {}, work.parameters)
     found = time_of(work, arm.strategy(), arm.wire)
-    priced = price(arm, machine, micro_batches=work.micro_batches, bucket_bytes=work.bucket_bytes)
-    assert found.seconds == pytest.approx(priced.seconds, rel=CLOSE)
-    assert found.sent_bytes == pytest.approx(priced.sent_bytes, rel=CLOSE)
-    assert found.memory_bytes == pytest.approx(priced.memory_bytes)
+    of_plan = priced(arm.text, machine, work.micro_batches, work.bucket_bytes)
+    assert found.seconds == pytest.approx(of_plan.seconds, rel=CLOSE)
+    assert found.sent_bytes == pytest.approx(of_plan.sent_bytes, rel=CLOSE)
+    assert found.memory_bytes == pytest.approx(of_plan.memory_bytes)
 
 
 @pytest.mark.parametrize("seed", seeds(40))

@@ -1,5 +1,6 @@
 """A machine as `stretto plan` would measure it, and what an update costs on it."""
 
+from stretto.exchange import WIRES
 from stretto.groups import Link
 from stretto_lab.plan import Machine, Price, price
 from stretto_lab.train.arms import parse_arm
@@ -16,6 +17,23 @@ MACHINE = Machine(
     link=Link(bits_per_second=2e8),
     cores=8,
 )
+
+
+def machine_of(
+    ranks: int, micro_batch_ms: float, link: Link, slow: dict[int, float], parameters: int
+) -> Machine:
+    """What would be measured where a simulation takes place: steps and packing take no time there."""
+    return Machine(
+        ranks=ranks,
+        parameters=parameters,
+        forward_seconds=micro_batch_ms / 3000,
+        backward_seconds=2 * micro_batch_ms / 3000,
+        load_seconds=0.0,
+        step_seconds=0.0,
+        exchange_seconds=dict.fromkeys(WIRES, 0.0),
+        link=link,
+        cores=8,
+    ).with_ranks(ranks, slow)
 
 
 _PRICED: dict[str, Price] = {}

@@ -18,14 +18,14 @@ from stretto_lab.cli import main
 from stretto_lab.cli.screens import recommendation
 from stretto_lab.estimate import Work, time_of
 from stretto_lab.observe import read_json_lines
-from stretto_lab.plan import Machine, PlanConfig, Ranking, rank_by_time
-from stretto_lab.plan.measure import WIRES, by_speed
+from stretto_lab.plan import PlanConfig, Ranking, rank_by_time
+from stretto_lab.plan.measure import by_speed
 from stretto_lab.plan.twin import Twin
 from stretto_lab.recipes import DigitsResNet, MicroBatches, Task
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.simulation import SimulateConfig, simulate
 from tests.draws import seeds
-from tests.plan.machine import BUCKET_BYTES, MACHINE, priced, seconds
+from tests.plan.machine import BUCKET_BYTES, MACHINE, machine_of, priced, seconds
 from tests.terminal import print_on_a_terminal
 from tests.train.tiny import Plane, quadrant_loss
 
@@ -55,23 +55,6 @@ class Wide:
             loss=quadrant_loss,
             evaluate=lambda model: 0.0,
         )
-
-
-def machine_of(
-    ranks: int, micro_batch_ms: float, link: Link, slow: dict[int, float], parameters: int
-) -> Machine:
-    """What would be measured where a simulation takes place: steps and packing take no time there."""
-    return Machine(
-        ranks=ranks,
-        parameters=parameters,
-        forward_seconds=micro_batch_ms / 3000,
-        backward_seconds=2 * micro_batch_ms / 3000,
-        load_seconds=0.0,
-        step_seconds=0.0,
-        exchange_seconds=dict.fromkeys(WIRES, 0.0),
-        link=link,
-        cores=8,
-    ).with_ranks(ranks, slow)
 
 
 STEADY = (

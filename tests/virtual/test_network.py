@@ -90,8 +90,8 @@ def test_one_rank_sends_nothing_to_itself() -> None:
 
 @pytest.mark.parametrize(
     ("start_ns", "begun", "expected"),
-    [(1_000, 0, 0), (400, 0, 300), (0, 0, 300), (800, 0, 0), (0, 300, 0)],
-    ids=["after it", "in the middle", "from the start", "just after", "before it"],
+    [(1_000, 0, 0), (400, 0, 300), (0, 0, 300), (0, 100, 200), (800, 0, 0), (0, 300, 0)],
+    ids=["after it", "in the middle", "from the start", "begun inside", "just after", "before it"],
 )
 def test_an_outage_delays_what_is_under_way(start_ns: int, begun: int, expected: int) -> None:
     network = Network(link=GIGABIT, outages=(Outage(rank=1, start_ns=start_ns, stop_ns=start_ns + 300),))
