@@ -40,32 +40,12 @@ def clean(ranks: int) -> list[Seen]:
     return run(Case(strategy=st.DDP(), ranks=ranks))
 
 
-def test_a_burst_takes_the_place_of_the_usual_variance() -> None:
-    noisy = run(Case(strategy=st.DDP()).with_noise(st.Noise(0.01, every=(2, 4.0))))
-    for found in added(noisy, clean(2)):
-        for update, draws in enumerate(found, 1):
-            expected = 0.01 if update % 2 else 4.0
-            assert float(draws.var()) == pytest.approx(expected, rel=FAR)
-
-
 def test_a_burst_alone_leaves_the_updates_before_it_as_they_are() -> None:
     noisy = run(Case(strategy=st.ZeRO1()).with_noise(st.Noise(0.0, every=(4, 1.0))))
     plain = run(Case(strategy=st.ZeRO1()))
     for one, other in zip(noisy, plain, strict=True):
         assert unequal(one.masters[:4], other.masters[:4]) == []
         assert not torch.equal(one.masters[4], other.masters[4])
-
-
-@pytest.mark.parametrize("strategy", [st.DDP(), st.ACCO()], ids=["ddp", "acco"])
-def test_a_bias_is_the_mean_of_the_noise(strategy: st.Strategy) -> None:
-    case = Case(strategy=strategy, weights=(5.0, 1.0, 0.25))
-    for variance in (0.0, VARIANCE):
-        draws = torch.cat(
-            [one.flatten() for one in added(run(case.with_noise(st.Noise(variance, mean=0.3))), run(case))]
-        )
-        # What is left without a variance is float32's rounding of values up to 10.
-        assert float(draws.mean()) == pytest.approx(0.3, abs=5 * math.sqrt(variance / len(draws)) + 1e-6)
-        assert float(draws.var()) == pytest.approx(variance, rel=FAR, abs=1e-9)
 
 
 @pytest.mark.parametrize(("rank", "hit"), [(1, (1,)), ((0, 2), (0, 2)), ("all", (0, 1, 2))])
