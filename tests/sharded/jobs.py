@@ -6,7 +6,7 @@ with a whole model each, and with the batches of a node side by side; every colu
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,9 +16,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from stretto import ACCO, DDP, DPU, DataParallel, DiLoCo, Guard, LocalSGD, Options, WeightPrediction, ZeRO1
+from stretto import (
+    ACCO,
+    DDP,
+    DPU,
+    Clock,
+    DataParallel,
+    DiLoCo,
+    Guard,
+    LocalSGD,
+    Options,
+    WeightPrediction,
+    ZeRO1,
+)
+from stretto.optimizer import as_one
 from stretto.records import Update
 from stretto.strategies import Strategy
+from tests.optimizer.written import Lars
 
 WORLD_SIZE = 4
 WORDS, WIDTH, LENGTH = 13, 12, 6
@@ -35,18 +49,11 @@ STRATEGIES: tuple[Strategy, ...] = (
 Values = dict[str, Tensor]
 
 
-class Poison(torch.autograd.Function):
-    """Passes values on, and makes the gradient of one sample not a number."""
-
-    @staticmethod
-    def forward(_: Any, values: Tensor) -> Tensor:
-        return values.clone()
-
-    @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]  # torch leaves it untyped
-        gradient = gradient.clone()
-        gradient[0] = float("nan")
-        return gradient
+def not_finite(gradient: Tensor) -> Tensor:
+    """The same, with that of the first sample not a number."""
+    gradient = gradient.clone()
+    gradient[0] = float("nan")
+    return gradient
 
 
 class Network(nn.Module):
@@ -67,7 +74,8 @@ class Network(nn.Module):
 
     def forward(self, words: Tensor, *, poisoned: bool = False) -> Tensor:
         hidden = self.words(words)
-        hidden = Poison.apply(hidden) if poisoned else hidden
+        if poisoned:
+            hidden.register_hook(not_finite)
         hidden = hidden + self.places.to(hidden.dtype)
         for layer in self.mix:
             hidden = hidden + layer(hidden).tanh()
@@ -114,6 +122,20 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.2, momentum=0.9)
 
 
+def beside(other: Any, kind: type[torch.optim.Optimizer], prefixes: tuple[str, ...], model: nn.Module) -> Any:
+    """An optimizer for the matrices whose names begin so, and another one for the rest."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    chosen = {name: p for name, p in trained.items() if p.ndim == 2 and name.startswith(prefixes)}
+    rest = [p for name, p in trained.items() if name not in chosen]
+    return as_one([kind(chosen.values(), lr=0.02), other(rest)])
+
+
+beside_adamw = functools.partial(beside, functools.partial(torch.optim.AdamW, lr=0.01))
+lars = functools.partial(
+    beside, functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9), Lars, ("mix", "back")
+)
+
+
 def whole(model: nn.Module) -> Values:
     """All values of a model, gathered."""
     return {
@@ -127,18 +149,38 @@ class Case:
     """What both jobs do."""
 
     strategy: Strategy = dataclasses.field(default_factory=ZeRO1)
+    model: Callable[[int], nn.Module] = network
+    """Of this width, which is `width`."""
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd
     options: Options = dataclasses.field(default_factory=lambda: Options(bucket_bytes=512))
+    policy: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What `fully_shard` is told beside the mesh."""
     weights: Sequence[float] = (1.0, 1.0, 1.0, 1.0)
     """Of every micro-batch, by rank."""
     width: int = WIDTH
-    micro_batches: int = 2
-    updates: int = 5
+    micro_batches: int | Clock = 2
+    updates: int = 4
+    """By a clock, of three micro-batches."""
+    lengths: Sequence[int] = ()
+    """Micro-batches that each rank has; empty where each has them for all updates."""
+    until: Literal["any", "all"] = "any"
+    has_length: bool = True
+    """Whether loaders say how long they are."""
     guards: Literal["standard"] | Sequence[Guard] = ()
     poisoned: tuple[int, int] | None = None
     """Rank and index of a micro-batch whose gradient is not finite."""
     evaluates: bool = False
     """After every micro-batch, by the committed parameters."""
+    compiles: bool = False
+    prepared: Callable[[DataParallel, Sequence[int]], None] = lambda parallel, ranks: None
+    """Called with a job and its ranks before it trains."""
+
+    def batches(self, ranks: Sequence[int]) -> list[int]:
+        """Numbers of the micro-batches that a node of these ranks has: as many as each of them."""
+        each = 3 if isinstance(self.micro_batches, Clock) else self.micro_batches
+        return list(
+            range(min([self.lengths[rank] for rank in ranks]) if self.lengths else each * self.updates)
+        )
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -160,19 +202,19 @@ class Outcome:
         return self.distance(other) == 0 and told[0] == told[1]
 
 
-def sharded(case: Case, nodes: int, shards: int, **settings: Any) -> tuple[Network, DataParallel]:
+def sharded(case: Case, nodes: int, shards: int) -> tuple[nn.Module, DataParallel]:
     """A job of this process among the N x L."""
-    model, mesh = network(case.width), mesh_of(nodes, shards)
-    shard(model, mesh["shard"], **settings)
+    model, mesh = case.model(case.width), mesh_of(nodes, shards)
+    shard(model, mesh["shard"], **case.policy)
     return model, DataParallel(
         model, case.optimizer(model), case.strategy, micro_batches=case.micro_batches, options=case.options,
         guards=case.guards, mesh=mesh["node"],
     )  # fmt: skip
 
 
-def unsharded(case: Case, group: dist.ProcessGroup | None = None) -> tuple[Network, DataParallel]:
+def unsharded(case: Case, group: dist.ProcessGroup | None = None) -> tuple[nn.Module, DataParallel]:
     """The same with a whole model on every rank of `group`."""
-    model = network(case.width)
+    model = case.model(case.width)
     return model, DataParallel(
         model, case.optimizer(model), case.strategy, micro_batches=case.micro_batches, options=case.options,
         group=group,
@@ -183,9 +225,11 @@ def train(case: Case, model: nn.Module, parallel: DataParallel, ranks: Sequence[
     """Train with the batches of `ranks`, weighed together."""
     updates = []
     weight = sum(case.weights[rank] for rank in ranks)
-    for index in range(case.micro_batches * case.updates):
+    forward = torch.compile(model, backend="aot_eager") if case.compiles else model
+    case.prepared(parallel, ranks)
+    for index in numbers(case, parallel, ranks):
         losses = [
-            loss_of(model, batch(rank, index), poisoned=case.poisoned == (rank, index))
+            loss_of(forward, batch(rank, index), poisoned=case.poisoned == (rank, index)).float()
             * (case.weights[rank] / weight if len(ranks) > 1 else 1.0)
             for rank in ranks
         ]
@@ -197,13 +241,43 @@ def train(case: Case, model: nn.Module, parallel: DataParallel, ranks: Sequence[
     return Outcome(values=whole(model), updates=[one for one in updates if one is not None])
 
 
-def run_sharded(case: Case, rank: int, nodes: int, shards: int, **settings: Any) -> Outcome:
-    return train(case, *sharded(case, nodes, shards, **settings), [rank])
+def numbers(case: Case, parallel: DataParallel, ranks: Sequence[int]) -> Iterator[int]:
+    """Yield which micro-batches are trained on; where ranks have different ones, by `feed`."""
+    batches: Any = case.batches(ranks)
+    if not case.lengths:
+        return iter(batches)
+    return parallel.feed(batches if case.has_length else iter(batches), until=case.until)
 
 
-def run_whole(case: Case, rank: int, nodes: int = WORLD_SIZE) -> Outcome:
+def run_sharded(case: Case, rank: int, nodes: int, shards: int) -> Outcome:
+    return train(case, *sharded(case, nodes, shards), [rank])
+
+
+def run_whole(case: Case, rank: int, nodes: int) -> Outcome:
     """N ranks with whole models, each with the batches of a node of L; every column of processes is such a job."""
     shards = WORLD_SIZE // nodes
     node = rank // shards
     group = mesh_of(nodes, shards)["node"].get_group() if shards > 1 else None
     return train(case, *unsharded(case, group), range(node * shards, node * shards + shards))
+
+
+def run_plainly(case: Case, rank: int, nodes: int, shards: int) -> Outcome:
+    """What PyTorch makes of the same batches by itself; of several nodes, by its HSDP."""
+    model = case.model(case.width)
+    mesh = mesh_of(nodes, shards)
+    shard(model, mesh if nodes > 1 else mesh["shard"], **case.policy)
+    optimizer = case.optimizer(model)
+    assert isinstance(case.micro_batches, int)
+    for index in case.batches([rank]):
+        (loss_of(model, batch(rank, index)).float() / case.micro_batches).backward()
+        if (index + 1) % case.micro_batches == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return Outcome(values=whole(model), updates=[])
+
+
+def tolerance(case: Case, expected: Outcome) -> float:
+    """Both runs round a parameter once per update, to half a unit in the last place, from gradients whose sums have
+    another order: two units per update, of the largest parameter."""
+    largest = max(float(value.abs().max()) for value in expected.values.values())
+    return 2 * case.updates * torch.finfo(torch.float32).eps * largest

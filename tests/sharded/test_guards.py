@@ -8,26 +8,16 @@ from typing import Any
 
 import pytest
 
-from stretto import ACCO, DDP, DPU, DataParallel, DiLoCo, LocalSGD, Options, WeightPrediction, ZeRO1
-from stretto.engine.within import Within
+from stretto import DDP, DataParallel, Options, ZeRO1
 from stretto.errors import StrettoError
 from stretto.groups.followed import FollowedWork
 from stretto.records import Incident
 from stretto_lab.faults import Fault, FaultPlan, Injector, strike_memory
 from tests.processes import run_ranks
-from tests.sharded.jobs import WORLD_SIZE, Case, Values, batch, loss_of, sharded, whole
+from tests.sharded.jobs import STRATEGIES, WORLD_SIZE, Case, Values, batch, loss_of, sharded, whole
 
-PACKED = Options(bucket_bytes=512, wire="int4")
-JOBS: dict[str, Case] = {
-    "ddp": Case(strategy=DDP(), guards="standard"),
-    "zero1": Case(strategy=ZeRO1(), guards="standard"),
-    "dpu": Case(strategy=DPU(), guards="standard"),
-    "wp": Case(strategy=WeightPrediction(), guards="standard"),
-    "acco": Case(strategy=ACCO(), guards="standard"),
-    "acco on int4": Case(strategy=ACCO(), options=PACKED, guards="standard"),
-    "local": Case(strategy=LocalSGD(0.34), guards="standard"),
-    "diloco": Case(strategy=DiLoCo(interval=2, fragments=1, delay=1), guards="standard"),
-}
+JOBS = {one.name: Case(strategy=one, updates=5, guards="standard") for one in STRATEGIES}
+JOBS["acco on int4"] = dataclasses.replace(JOBS["acco"], options=Options(bucket_bytes=512, wire="int4"))
 IN_MEMORY = (
     "masters",
     "optimizer state",
@@ -158,14 +148,12 @@ DAMAGED = (3, 2)
 """Rank and round in which what it shows is damaged."""
 
 
-def left_out(rank: int, alone: bool) -> dict[str, tuple[bool, list[Incident]]]:
-    """Micro-batches cannot be run again; `alone` lets every rank decide by what it has found itself."""
-    if alone:
-        Within.agree_on_damage = lambda self, *, damaged, able: (damaged, able)
+def left_out(rank: int) -> dict[str, tuple[bool, list[Incident]]]:
+    """Micro-batches cannot be run again."""
     damaged_rank, round_index = DAMAGED
     found = {}
     for strategy in (DDP(), ZeRO1()):
-        case = Case(strategy=strategy, guards="standard")
+        case = JOBS[strategy.name]
         instant = round_index * case.micro_batches
         fault = Fault(site="shown parameters", rank=damaged_rank, instant=instant, seed=5)
         expected = trained(case, rank, kept=False, silent=(damaged_rank // 2, round_index))
@@ -175,17 +163,12 @@ def left_out(rank: int, alone: bool) -> dict[str, tuple[bool, list[Incident]]]:
 
 
 def test_a_round_that_cannot_be_run_again_is_left_out_by_the_whole_node() -> None:
-    for found in run_ranks(WORLD_SIZE, left_out, False):
+    for found in run_ranks(WORLD_SIZE, left_out):
         for name, (is_as_expected, incidents) in found.items():
             assert is_as_expected, name
             (incident,) = incidents
             assert incident.ranks == (DAMAGED[0],)
             assert "left out" in incident.action
-
-
-@pytest.mark.long
-def test_a_rank_that_decided_alone_would_leave_out_half_of_a_sum() -> None:
-    assert not any(is_as for found in run_ranks(WORLD_SIZE, left_out, True) for is_as, _ in found.values())
 
 
 LARGE = {"width": 256, "options": Options(bucket_bytes=2**20)}
