@@ -11,7 +11,7 @@ import torch
 
 from stretto.exchange import WIRES, PackedWire
 from stretto.flat import ALIGNMENT
-from tests.exchange.fused import FUSED, random_case, same
+from tests.exchange.fused import FUSED
 
 ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(
@@ -38,19 +38,6 @@ def test_a_kernel_has_the_bits_of_torchs_operations() -> None:
 @needs_triton
 def test_a_compiled_kernel_contracts_flushes_and_approximates_nothing() -> None:
     in_a_process("tests.exchange.compiled")
-
-
-@pytest.mark.parametrize("wire", FUSED, ids=lambda wire: f"{type(wire).__name__} {wire.name}")
-def test_without_a_gpu_torchs_operations_pack(wire: PackedWire) -> None:
-    for case in range(20):
-        values = random_case(case)
-        expected = torch.zeros(wire.num_bytes(values.numel()), dtype=torch.uint8)
-        found = torch.zeros_like(expected)
-        wire.pack(values.float().view(-1, ALIGNMENT), expected.view(-1, wire.block_bytes))
-        wire.write(values, found)
-        assert torch.equal(found, expected), case
-        assert same(wire.read(found), wire.unpack(expected.view(-1, wire.block_bytes)).view(-1)), case
-    assert "stretto.exchange.kernels" not in sys.modules
 
 
 def test_every_format_of_the_library_that_packs_has_kernels() -> None:

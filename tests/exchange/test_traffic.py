@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import stretto
 from stretto.engine.report import record_dtype
-from stretto.exchange import FP32, WIRES, PackedWire, Wire
+from stretto.exchange import FP32, WIRES, Wire
 from stretto.flat import ALIGNMENT, Layout
 from stretto.strategies import STRATEGIES, Strategy
 from stretto.strategies.ledger import Ledger, ledger_of
@@ -30,23 +30,6 @@ SEAL, COPIES = 8, 3
 """Bytes behind each row of a verified exchange, and behind each copy of a record; and copies of a record."""
 MISSING, LENGTH, NORM = 4, 8, 8
 """Bytes of small records: how many rows are missing, how long the incidents are, and a gradient's norm."""
-
-
-class Signs(PackedWire):
-    """One bit for each value, and the mean size of a block's values: a format that a test brings along."""
-
-    name = "signs"
-    block = 64
-    block_bytes = 8 + 4
-
-    def pack(self, blocks: Tensor, packed: Tensor) -> None:
-        powers = 2 ** torch.arange(8, dtype=torch.uint8)
-        packed[:, :8] = ((blocks < 0).view(-1, 8, 8) * powers).sum(-1, dtype=torch.uint8)
-        packed[:, 8:].view(torch.float32).copy_(blocks.abs().mean(1, keepdim=True))
-
-    def unpack(self, packed: Tensor) -> Tensor:
-        bits = (packed[:, :8].unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
-        return (1 - 2 * bits.view(-1, 64).float()) * packed[:, 8:].view(torch.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,9 +141,8 @@ def cases(wire: str) -> list[Case]:
     return found
 
 
-@pytest.mark.parametrize("wire", [*OF_GRADIENTS, "signs"])
-def test_an_update_sends_what_the_ledger_says(wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(WIRES, Signs.name, Signs())
+@pytest.mark.parametrize("wire", OF_GRADIENTS)
+def test_an_update_sends_what_the_ledger_says(wire: str) -> None:
     for case in cases(wire):
         for layout, sent in VirtualCluster(case.world_size).run(case.observed).values:
             assert sent == [case.sent(layout)] * 2, case

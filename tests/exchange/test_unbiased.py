@@ -4,7 +4,6 @@ The sister of the law that `test_law.py` checks. A mean of n independent errors,
 its standard deviations in one case of 1.7 million. These are estimated from the errors themselves.
 """
 
-import functools
 import itertools
 import math
 import random
@@ -13,15 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import stretto
-from stretto.exchange import WIRES, Exchange, Publication, Rotated
+from stretto.exchange import WIRES, Exchange, Rotated
 from stretto.exchange.rotated import normal_levels
 from stretto.flat import Layout
 from stretto.strategies import STRATEGIES
 from stretto_lab.virtual import VirtualCluster
-from tests.bits import unequal
 from tests.exchange.accounts import Course, settled
 from tests.exchange.test_exchange import layout_for, wait
 from tests.exchange.values import of_every_size
@@ -185,69 +182,6 @@ def test_under_any_strategy_owners_receive_on_average_what_was_contributed(wire:
             shares.append(float(error.square().sum()) / foreseen)
     assert deviations(torch.tensor(errors)) < 5
     assert deviations(torch.tensor(shares) - LOST[wire]) < 5
-
-
-class Trained:
-    """A small job, all of whose random decisions are drawn anew by round."""
-
-    def __init__(self, rank: int, group: Any, strategy: str, **options: Any) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(9, 33), nn.Tanh(), nn.Linear(33, 5))
-        optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
-        kind = STRATEGIES[strategy]
-        self.parallel = stretto.DataParallel(
-            self.model, optimizer, kind(interval=2) if strategy == "diloco" else kind(),
-            micro_batches=2, group=group, options=stretto.Options(bucket_bytes=1024, **options),
-        )  # fmt: skip
-        self.rank, self.count = rank, 0
-
-    def train(self, updates: int) -> None:
-        while self.parallel.steps < updates:
-            generator = torch.Generator().manual_seed(1000 * self.rank + self.count)
-            inputs = torch.randn(4, 9, generator=generator)
-            self.parallel.backward((self.model(inputs) - inputs[:, :5]).square().mean())
-            self.count += 1
-
-    def end(self) -> list[Tensor]:
-        self.parallel.finish()
-        return [parameter.detach().clone() for parameter in self.model.parameters()]
-
-
-@pytest.mark.parametrize("strategy", [*SUMMING, "diloco"])
-def test_how_values_travel_does_not_change_a_bit(strategy: str) -> None:
-    def trained(rank: int, group: Any, **options: Any) -> list[Tensor]:
-        job = Trained(rank, group, strategy, wire="rotated1", **options)
-        job.train(5)
-        return job.end()
-
-    ways: list[dict[str, Any]] = [{}, {"verified": True}, {"ranks_per_node": 1}, {"hide_reductions": False}]
-    plain, *others = [VirtualCluster(3).run(functools.partial(trained, **way)).values for way in ways]
-    for other in others:
-        for expected, found in zip(plain, other, strict=True):
-            assert unequal(expected, found) == []
-
-
-@every_wire
-def test_changes_bring_models_to_what_owners_have(wire: str) -> None:
-    """Every change loses `LOST` of what is missing; after n of them that to the power of n is left."""
-    count = 8
-
-    def missing(rank: int, group: Any) -> float:
-        layout = layout_for(2)
-        exchange = Exchange(group, layout, WIRES[wire], wait)
-        publication = Publication(exchange, WIRES[wire])
-        publication.begin([torch.zeros(slot.shape) for slot in layout.slots])
-        theta = random_flats(layout)
-        for number in range(count):
-            exchange.begin_round(number)
-            shown = [one.clone() for one in theta]
-            publication.gathering()(shown)
-        slot = layout.slots[0]
-        inside = slice(slot.start, slot.stop)
-        return float((shown[slot.set_index] - theta[slot.set_index])[inside].square().mean())
-
-    first, second = VirtualCluster(2).run(missing).values
-    assert first == second < 3 * LOST[wire] ** count + 2.0**-14  # of bf16 parameters a rounding stays
 
 
 def test_what_follows_from_sums_is_sent_with_another_rotation() -> None:
