@@ -1,23 +1,18 @@
 """What docs/recipes.md prints is run: the recipe that it builds from nothing, and commands over files of such names."""
 
 import shlex
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from stretto_lab.cli import main
 from stretto_lab.cli.commands import CONFIGURE
 from stretto_lab.cli.options import parse_options
 from stretto_lab.observe import read_json_lines
 from stretto_lab.recipes import RECIPES
-from stretto_lab.recipes.gpt import Shape, causal_lm
-from stretto_lab.recipes.language_models import SIZES
 from stretto_lab.train.handle import check_run
 from tests.docs.pages import DOCS, code_blocks, commands
-from tests.recipes.files import STORIES, train_virtually
+from tests.recipes.files import smaller, train_virtually, write_stories
 
 PAGE = DOCS / "recipes.md"
 MARKER = "tests/docs/test_recipes.py"
@@ -48,14 +43,9 @@ OVER_FILES = [words for words in commands(PAGE) if words[1] == "language"]
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files and folders with the names that the page uses."""
+    """The folder in which the commands are typed."""
     root = tmp_path_factory.mktemp("page")
-    (root / "stories").mkdir()
-    for number, story in enumerate(STORIES):
-        (root / "stories" / f"{number}.txt").write_text(story)
-    (root / "wiki.txt").write_text("\n".join(STORIES))
-    model: Any = causal_lm("gpt2", Shape(1, 16, 1), vocabulary=300, context=512, dtype=torch.float32, seed=0)
-    model.save_pretrained(root / "my-model")
+    write_stories(root)
     return root
 
 
@@ -67,13 +57,7 @@ def test_a_command_over_files_trains_with_less_of_everything(
     monkeypatch.chdir(files)
     _, run = parse_options("train", words[1:], CONFIGURE["train"])
     check_run(run, 2)
-    task = replace(run.task, readers=0, length=min(run.task.length, 64))
-    if task.model in SIZES:
-        task = replace(task, model="my-model/config.json")
-    small = replace(
-        run, task=task, updates=1, samples=None, micro_batches=2, evaluate_every=None, checkpoint_every=None
-    )
-    first, second = train_virtually(replace(small, tensorboard=False), 2)
+    first, second = train_virtually(smaller(run, 1), 2)
     assert first.updates == second.updates == 1
 
 

@@ -1,53 +1,34 @@
 """The stories of docs/stories, run small: their commands, on virtual ranks."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from stretto_lab.cli.commands import CONFIGURE
 from stretto_lab.cli.options import parse_alone, parse_options
 from stretto_lab.estimate import EstimateConfig, estimate
-from stretto_lab.recipes.gpt import Shape, causal_lm
-from stretto_lab.recipes.language_models import SIZES
 from stretto_lab.train.configuration import RunConfig
 from tests.docs.pages import DOCS, commands
-from tests.recipes.files import STORIES, train_virtually
+from tests.recipes.files import smaller, train_virtually, write_stories
 
 STORY = {page.stem: page for page in sorted((DOCS / "stories").glob("*.md"))}
 RANKS = 2
 
 
 @pytest.fixture
-def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Files with the names that the stories use, in the folder in which they are typed."""
-    monkeypatch.chdir(tmp_path)
-    Path("stories").mkdir()
-    for number, story in enumerate(STORIES):
-        Path("stories", f"{number}.txt").write_text(story)
-    model: Any = causal_lm("gpt2", Shape(1, 16, 1), vocabulary=300, context=512, dtype=torch.float32, seed=0)
-    model.save_pretrained("my-model")
+def files() -> None:
+    """The folder in which the commands are typed."""
+    write_stories(Path())
 
 
 def runs(story: str) -> list[RunConfig[Any]]:
-    """What the story trains, with less of everything; on virtual ranks, whose link is as fast as they like."""
+    """What the story trains, with less of everything."""
     found = []
     for words in commands(STORY[story]):
-        if "train" not in words:
-            continue
-        rest = words[words.index("train") + 1 :]
-        _, run = parse_options("train", [word for word in rest if word != "--resume"], CONFIGURE["train"])
-        own = run.task.model not in SIZES
-        task = replace(
-            run.task, readers=0, model=run.task.model if own else "my-model/config.json", length=32
-        )
-        small = replace(
-            run, task=task, updates=6, micro_batches=2, evaluate_every=None, checkpoint_every=None, link="none",
-            tensorboard=False, workers=None, run_dir=None,
-        )  # fmt: skip
-        found.append(small)
+        if "train" in words:
+            rest = [word for word in words[words.index("train") + 1 :] if word != "--resume"]
+            found.append(smaller(parse_options("train", rest, CONFIGURE["train"])[1], 6))
     return found
 
 

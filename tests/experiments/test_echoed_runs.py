@@ -16,22 +16,14 @@ SCRIPTS = Path(__file__).parents[2] / "experiments"
 STEP = 1.0
 
 
-@pytest.fixture
-def echoed_run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module("echoed_run")
-
-
-@pytest.fixture
-def tuned_arms(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module("tuned_arms")
+    return importlib.import_module(name)
 
 
 @pytest.fixture
-def paired_comparison(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module("paired_comparison")
+def echoed_run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return script("echoed_run", monkeypatch)
 
 
 def ends(script: ModuleType, fresh: str, load: float, exposed: float = 0.0) -> list[float]:
@@ -39,21 +31,20 @@ def ends(script: ModuleType, fresh: str, load: float, exposed: float = 0.0) -> l
     return script.timeline([letter == "1" for letter in fresh], [True] * len(fresh), model, exposed)
 
 
-def test_a_loader_that_keeps_up_costs_its_first_batch_alone(echoed_run: ModuleType) -> None:
-    assert ends(echoed_run, "1111", load=0.5) == [1.5, 2.5, 3.5, 4.5]
-
-
-def test_a_slow_loader_is_waited_for_at_every_fresh_batch(echoed_run: ModuleType) -> None:
-    assert ends(echoed_run, "1111", load=3.0) == [4.0, 7.0, 10.0, 13.0]
-
-
-def test_uses_while_the_next_batch_is_read_take_no_further_time(echoed_run: ModuleType) -> None:
-    assert ends(echoed_run, "100100100", load=3.0)[::3] == ends(echoed_run, "111", load=3.0)
-
-
-def test_a_loader_reads_no_further_ahead_than_it_may(echoed_run: ModuleType) -> None:
-    # While the first batch is used ten times two more are read, so the fourth has to be waited for.
-    assert ends(echoed_run, "1000000000111", load=3.0)[-3:] == [14.0, 15.0, 17.0]
+@pytest.mark.parametrize(
+    ("fresh", "load", "exposed", "last"),
+    [
+        ("1111", 0.5, 0.0, [1.5, 2.5, 3.5, 4.5]),  # only the first batch is waited for
+        ("1111", 3.0, 0.0, [4.0, 7.0, 10.0, 13.0]),
+        # While the first batch is used ten times two more are read, so the fourth has to be waited for.
+        ("1000000000111", 3.0, 0.0, [14.0, 15.0, 17.0]),
+        ("1000", 1.0, 0.25, [2.25, 3.5, 4.75, 6.0]),  # exchanges hide behind nothing
+    ],
+)
+def test_a_step_ends_when_its_batch_has_come_and_the_exchange_is_over(
+    echoed_run: ModuleType, fresh: str, load: float, exposed: float, last: list[float]
+) -> None:
+    assert ends(echoed_run, fresh, load, exposed)[-len(last) :] == last
 
 
 @pytest.mark.parametrize("ratio", [0.5, 2.0, 5.0])
@@ -71,10 +62,6 @@ def test_modelled_time_is_that_of_the_library_in_virtual_time(echoed_run: Module
     fresh, times = VirtualCluster(1).run(program).values[0]
     assert fresh.count("1") == 40
     assert ends(echoed_run, fresh, load=ratio * STEP) == pytest.approx(times)
-
-
-def test_exchanges_hide_behind_nothing(echoed_run: ModuleType) -> None:
-    assert ends(echoed_run, "1000", load=1.0, exposed=0.25) == [2.25, 3.5, 4.75, 6.0]
 
 
 @pytest.mark.parametrize(("strategy", "share"), [(DDP(), 2 / 3), (LocalSGD(rate=0.5), 0.0)])
@@ -100,14 +87,15 @@ def curve(*losses: float) -> dict[str, Any]:
     ("losses", "use"), [((2.0, 1.0), 15), ((1.5, 1.0), 10), ((2.0, 1.6, 1.4), 25), ((2.0, 1.6), None)]
 )
 def test_a_target_is_reached_where_the_line_between_evaluations_crosses_it(
-    paired_comparison: ModuleType, losses: tuple[float, ...], use: int | None
+    monkeypatch: pytest.MonkeyPatch, losses: tuple[float, ...], use: int | None
 ) -> None:
     path = [{"use": float(number)} for number in range(1, 31)]
-    found = paired_comparison.reached(curve(*losses), path, target=1.5)
+    found = script("paired_comparison", monkeypatch).reached(curve(*losses), path, target=1.5)
     assert found == (None if use is None else {"use": use})
 
 
-def test_a_grid_of_rates_grows_while_its_edge_is_best(tuned_arms: ModuleType) -> None:
+def test_a_grid_of_rates_grows_while_its_edge_is_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned_arms = script("tuned_arms", monkeypatch)
     setting = tuned_arms.Setting(
         config=lambda lr: None, batch=1, loads=1, uses=2, step_seconds=1.0, rates=(0.1, 0.2), arms=("even",),
         tuning_seeds=(100, 101),
@@ -116,11 +104,12 @@ def test_a_grid_of_rates_grows_while_its_edge_is_best(tuned_arms: ModuleType) ->
     assert list(found) == [0.8, 0.4, 0.2, 0.1]
 
 
-def test_a_run_in_the_book_is_not_made_again(tuned_arms: ModuleType, tmp_path: Path) -> None:
+def test_a_run_in_the_book_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned_arms = script("tuned_arms", monkeypatch)
     line = '{"setting": "s", "arm": "even", "lr": 0.1, "seed": 3, "curve": []}\n'
-    (tmp_path / "runs.jsonl").write_text(line)
+    Path("runs.jsonl").write_text(line)
     nothing = tuned_arms.Experiment(
         settings={}, arm=lambda *_: None, reference="", references=lambda _: {}, results=""
     )
-    runs = tuned_arms.Runs(nothing, tmp_path)
+    runs = tuned_arms.Runs(nothing, Path())
     assert tuned_arms.final(runs.result(tuned_arms.Run("s", "even", 0.1, 3))) == float("inf")
