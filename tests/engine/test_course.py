@@ -57,3 +57,15 @@ def test_a_rank_that_has_handed_over_what_was_left_says_again_what_it_said(vote:
         assert course.vote is Vote.LEFT
     assert course.vote is vote
     assert course.votes == ([] if forgets else [vote])
+
+
+def test_a_stop_stays_over_passes_and_the_end_of_data_does_not() -> None:
+    course = Course(3, 1)
+    course.exhaust()
+    course.resume_pass([Vote.EXHAUSTED, Vote.EXHAUSTED])
+    course.begin_pass()
+    assert not course.is_pass_over("any")
+    course.resume_pass([Vote.GO_ON, Vote.STOP])
+    for _ in range(2):
+        course.begin_pass()
+        assert course.is_pass_over("all")
