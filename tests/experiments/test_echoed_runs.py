@@ -31,20 +31,18 @@ def ends(script: ModuleType, fresh: str, load: float, exposed: float = 0.0) -> l
     return script.timeline([letter == "1" for letter in fresh], [True] * len(fresh), model, exposed)
 
 
-@pytest.mark.parametrize(
-    ("fresh", "load", "exposed", "last"),
-    [
-        ("1111", 0.5, 0.0, [1.5, 2.5, 3.5, 4.5]),  # only the first batch is waited for
-        ("1111", 3.0, 0.0, [4.0, 7.0, 10.0, 13.0]),
-        # While the first batch is used ten times two more are read, so the fourth has to be waited for.
-        ("1000000000111", 3.0, 0.0, [14.0, 15.0, 17.0]),
-        ("1000", 1.0, 0.25, [2.25, 3.5, 4.75, 6.0]),  # exchanges hide behind nothing
-    ],
-)
-def test_a_step_ends_when_its_batch_has_come_and_the_exchange_is_over(
-    echoed_run: ModuleType, fresh: str, load: float, exposed: float, last: list[float]
-) -> None:
-    assert ends(echoed_run, fresh, load, exposed)[-len(last) :] == last
+TIMES: list[tuple[str, float, float, list[float]]] = [
+    ("1111", 0.5, 0.0, [1.5, 2.5, 3.5, 4.5]),  # only the first batch is waited for
+    ("1111", 3.0, 0.0, [4.0, 7.0, 10.0, 13.0]),
+    # While the first batch is used ten times two more are read, so the fourth has to be waited for.
+    ("1000000000111", 3.0, 0.0, [14.0, 15.0, 17.0]),
+    ("1000", 1.0, 0.25, [2.25, 3.5, 4.75, 6.0]),  # exchanges hide behind nothing
+]
+
+
+def test_a_step_ends_when_its_batch_has_come_and_the_exchange_is_over(echoed_run: ModuleType) -> None:
+    for fresh, load, exposed, last in TIMES:
+        assert ends(echoed_run, fresh, load, exposed)[-len(last) :] == last
 
 
 @pytest.mark.parametrize("ratio", [0.5, 2.0, 5.0])

@@ -90,22 +90,20 @@ def test_a_stop_is_told_after_silence_too(monkeypatch: pytest.MonkeyPatch) -> No
     assert progress._still() == f"{LANDING}: 0:12 since then"
 
 
-@pytest.mark.parametrize(
-    ("different", "end"),
-    [
-        ({"fresh": 4, "wait_seconds": 0.5}, "left  wait 25.0%"),
-        ({"echoed": 4}, "left  0% fresh batches"),  # no update had a first use
-        (
-            {"fresh": 1, "echoed": 3, "first_use_loss": 3.0, "wait_seconds": 0.5},
-            "left  25% fresh batches, loss on them 3.0000  wait 25.0%",
-        ),
-    ],
-)
-def test_echoes_and_waits_have_a_place_where_there_are_any(
-    different: dict[str, float], end: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    progress = Progress(HEADER)
-    for step in range(1, 4):
-        progress.updated(update(step, **different), 2.0 * step)
-    progress.close()
-    assert capsys.readouterr().out.splitlines()[-1].endswith(end)
+ENDS: list[tuple[dict[str, float], str]] = [
+    ({"fresh": 4, "wait_seconds": 0.5}, "left  wait 25.0%"),
+    ({"echoed": 4}, "left  0% fresh batches"),  # no update had a first use
+    (
+        {"fresh": 1, "echoed": 3, "first_use_loss": 3.0, "wait_seconds": 0.5},
+        "left  25% fresh batches, loss on them 3.0000  wait 25.0%",
+    ),
+]
+
+
+def test_echoes_and_waits_have_a_place_where_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:
+    for different, end in ENDS:
+        progress = Progress(HEADER)
+        for step in range(1, 4):
+            progress.updated(update(step, **different), 2.0 * step)
+        progress.close()
+        assert capsys.readouterr().out.splitlines()[-1].endswith(end)

@@ -12,22 +12,19 @@ from tests.peers import training
 from tests.peers.training import MICRO_BATCHES
 from tests.processes import run_ranks
 
+CANNOT: list[tuple[str, int, dict[str, Any], type[Exception], str]] = [
+    ("horovod", 1, {}, UnknownName, "torch-ddp-powersgd, torch-ddp-zero"),
+    ("compute", 0, {}, ConfigError, "at least 1, found 0"),
+    ("torch-ddp", 1, {}, ConfigError, r"torch-ddp needs torch\.distributed"),
+    ("torch-ddp", 1, {"interval": 3}, UnknownName, "torch-ddp has no option 'interval'"),
+]
 
-@pytest.mark.parametrize(
-    ("name", "micro_batches", "options", "error", "words"),
-    [
-        ("horovod", 1, {}, UnknownName, "torch-ddp-powersgd, torch-ddp-zero"),
-        ("compute", 0, {}, ConfigError, "at least 1, found 0"),
-        ("torch-ddp", 1, {}, ConfigError, r"torch-ddp needs torch\.distributed"),
-        ("torch-ddp", 1, {"interval": 3}, UnknownName, "torch-ddp has no option 'interval'"),
-    ],
-)
-def test_what_no_stock_method_can_do_is_named(
-    name: str, micro_batches: int, options: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    model = training.new_model()
-    with pytest.raises(error, match=words):
-        make_peer(name, model, training.new_optimizer(model), micro_batches, **options)
+
+def test_what_no_stock_method_can_do_is_named() -> None:
+    for name, micro_batches, options, error, words in CANNOT:
+        model = training.new_model()
+        with pytest.raises(error, match=words):
+            make_peer(name, model, training.new_optimizer(model), micro_batches, **options)
 
 
 def test_a_lone_rank_that_only_computes_equals_plain_pytorch() -> None:

@@ -139,20 +139,18 @@ def refusal(rank: int, name: str, dtype: torch.dtype, options: dict[str, Any]) -
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "link", "refused", "words"),
-    [
-        (2, "none", (HIVEMIND, torch.bfloat16, {}), "hivemind cannot send torch.bfloat16 with compression=float16"),
-        (1, "none", (HIVEMIND, torch.float32, {}), "a group of 2 ranks or more; this job has 1"),
-        (2, "10mbit", (HIVEMIND, torch.float32, {}), "sockets of its own"),
-        (2, "10mbit", (TORCHFT, torch.float32, {"interval": 100, "fragments": 100}), "larger than a fragment"),
-    ],
-)  # fmt: skip
-def test_what_a_library_cannot_do_is_refused_with_the_cause_before_it_starts(
-    ranks: int, link: str, refused: tuple[Any, ...], words: str
-) -> None:
-    for told in run_counted(refusal, *refused, link=link, world_size=ranks):
-        assert words in told
+REFUSED: list[tuple[int, str, tuple[Any, ...], str]] = [
+    (2, "none", (HIVEMIND, torch.bfloat16, {}), "hivemind cannot send torch.bfloat16 with compression=float16"),
+    (1, "none", (HIVEMIND, torch.float32, {}), "a group of 2 ranks or more; this job has 1"),
+    (2, "10mbit", (HIVEMIND, torch.float32, {}), "sockets of its own"),
+    (2, "10mbit", (TORCHFT, torch.float32, {"interval": 100, "fragments": 100}), "larger than a fragment"),
+]  # fmt: skip
+
+
+def test_what_a_library_cannot_do_is_refused_with_the_cause_before_it_starts() -> None:
+    for ranks, link, refused, words in REFUSED:
+        for told in run_counted(refusal, *refused, link=link, world_size=ranks):
+            assert words in told
 
 
 @pytest.mark.parametrize(

@@ -226,22 +226,19 @@ def test_what_cannot_be_read_is_one_line_before_anything_starts(
     assert sorted(Path().iterdir()) == there
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"data": None}, "data is missing"),
-        ({"data": "empty"}, "empty holds none of them: expected files of one format"),
-        ({"data": "mixed"}, "mixed holds json and text"),
-        ({"data": "bad.parquet"}, "bad.parquet cannot be read: ArrowInvalid"),
-        ({"model": "half"}, "model half has no model.safetensors"),
-        ({"model": "model", "length": 65}, "length 65 is longer than the 64 positions"),
-        ({"model": "model", "tokenizer": "larger"}, "270 tokens and .* knows 257"),
-        ({"tokenizer": "saved"}, "holds no tokenizer that can be read"),
-    ],
-)
-def test_wrong_folders_and_what_does_not_fit_are_named(
-    settings: dict[str, Any], named: str, files: Path
-) -> None:
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"data": None}, "data is missing"),
+    ({"data": "empty"}, "empty holds none of them: expected files of one format"),
+    ({"data": "mixed"}, "mixed holds json and text"),
+    ({"data": "bad.parquet"}, "bad.parquet cannot be read: ArrowInvalid"),
+    ({"model": "half"}, "model half has no model.safetensors"),
+    ({"model": "model", "length": 65}, "length 65 is longer than the 64 positions"),
+    ({"model": "model", "tokenizer": "larger"}, "270 tokens and .* knows 257"),
+    ({"tokenizer": "saved"}, "holds no tokenizer that can be read"),
+]
+
+
+def test_wrong_folders_and_what_does_not_fit_are_named(files: Path) -> None:
     for folder, file, content in (
         ("empty", None, ""),
         ("half", "config.json", '{"model_type": "gpt2"}'),
@@ -253,11 +250,13 @@ def test_wrong_folders_and_what_does_not_fit_are_named(
             Path(folder, file).write_text(content)
     Path("bad.parquet").write_bytes(b"PAR1 and so on")
     BytePairs([story.encode() for story in STORIES], 270).write(Path("larger"))
-    found = {
-        name: str(files / value) if value in ("model", "saved") else value for name, value in settings.items()
-    }
-    with pytest.raises(ConfigError, match=named):
-        task_over(files / "stories.jsonl", **found)
+    for settings, named in WRONG:
+        found = {
+            name: str(files / value) if value in ("model", "saved") else value
+            for name, value in settings.items()
+        }
+        with pytest.raises(ConfigError, match=named):
+            task_over(files / "stories.jsonl", **found)
 
 
 @pytest.mark.long

@@ -62,52 +62,50 @@ def test_a_setting_that_cannot_be_is_refused(kind: Any, settings: dict[str, Any]
         kind(task=Tiny(), **settings)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "settings", "named"),
-    [
-        (2, {"updates": 3, "samples": 9}, "updates=3 and samples=9: expected one length"),
-        (2, {"samples": 0}, "samples must be at least 1"),
-        (
-            2,
-            {"samples": 90, "strategy": "local:rate=0.5", "echo": "ready"},
-            "ranks that step alone do not hear",
-        ),
-        (
-            2,
-            {"samples": 90, "strategy": "local:rate=0.5", "echo": "even", "nonfinite": "skip"},
-            "ranks that step alone do not hear",
-        ),
-        (
-            2,
-            {"samples": 90, "strategy": "local:rate=cosine(1,0.1)", "echo": "even:uses=2"},
-            "expected plan=bernoulli, or the number of updates as a third value",
-        ),
-        (
-            2,
-            {"strategy": "local:rate=cosine(1,0.1)", "seconds": 1.0},
-            "needs its number of updates as a third value",
-        ),
-        (2, {"strategy": "local:rate=often"}, "cannot read rate='often'"),
-        (2, {"echo": "evne"}, "no echo plan is called 'evne'"),
-        (2, {"echo": "even:uses=cosine(1,3)", "seconds": 1.0}, "third value"),
-        (2, {"slow_loader": "fast"}, "cannot read the slow loader"),
-        (2, {"slow_loader": "3,burn"}, "cannot read the slow loader"),
-        (4, {"shard": 3}, "shard=3: expected a divisor of the 4 ranks"),
-        (4, {"shard": 2, "strategy": "torch-ddp"}, "strategy='torch-ddp', a stock method"),
-        (4, {"shard": 2, "link": "10mbit"}, "link='10mbit', which would slow down the inside of nodes too"),
-        (4, {"shard": 2, "ranks_per_node": 2}, "ranks_per_node, whose ranks FSDP2 has already"),
-        (4, {"shard": 2, "noise": Noise(0.1)}, "noise"),
-        (2, {"slow": {2: 3.0}}, "slow names rank 2; the run has ranks 0 to 1"),
-        (2, {"slow": {1: 0.5}}, "expected a factor of at least 1"),
-        (2, {"slow": {1: float("nan")}}, "expected a factor of at least 1"),
-        (2, {"slow": {1: 3.0}, "strategy": "torch-ddp"}, "a stock method tells nobody of its micro-batches"),
-    ],
-)
-def test_what_cannot_run_is_named_before_a_worker_starts(
-    ranks: int, settings: dict[str, Any], named: str
-) -> None:
-    with pytest.raises(ConfigError, match=re.escape(named)):
-        check_run(RunConfig(task=Tiny(normed=False), **settings), ranks)
+CANNOT_RUN: list[tuple[int, dict[str, Any], str]] = [
+    (2, {"updates": 3, "samples": 9}, "updates=3 and samples=9: expected one length"),
+    (2, {"samples": 0}, "samples must be at least 1"),
+    (
+        2,
+        {"samples": 90, "strategy": "local:rate=0.5", "echo": "ready"},
+        "ranks that step alone do not hear",
+    ),
+    (
+        2,
+        {"samples": 90, "strategy": "local:rate=0.5", "echo": "even", "nonfinite": "skip"},
+        "ranks that step alone do not hear",
+    ),
+    (
+        2,
+        {"samples": 90, "strategy": "local:rate=cosine(1,0.1)", "echo": "even:uses=2"},
+        "expected plan=bernoulli, or the number of updates as a third value",
+    ),
+    (
+        2,
+        {"strategy": "local:rate=cosine(1,0.1)", "seconds": 1.0},
+        "needs its number of updates as a third value",
+    ),
+    (2, {"strategy": "local:rate=often"}, "cannot read rate='often'"),
+    (2, {"echo": "evne"}, "no echo plan is called 'evne'"),
+    (2, {"echo": "even:uses=cosine(1,3)", "seconds": 1.0}, "third value"),
+    (2, {"slow_loader": "fast"}, "cannot read the slow loader"),
+    (2, {"slow_loader": "3,burn"}, "cannot read the slow loader"),
+    (4, {"shard": 3}, "shard=3: expected a divisor of the 4 ranks"),
+    (4, {"shard": 2, "strategy": "torch-ddp"}, "strategy='torch-ddp', a stock method"),
+    (4, {"shard": 2, "link": "10mbit"}, "link='10mbit', which would slow down the inside of nodes too"),
+    (4, {"shard": 2, "ranks_per_node": 2}, "ranks_per_node, whose ranks FSDP2 has already"),
+    (4, {"shard": 2, "noise": Noise(0.1)}, "noise"),
+    (2, {"slow": {2: 3.0}}, "slow names rank 2; the run has ranks 0 to 1"),
+    (2, {"slow": {1: 0.5}}, "expected a factor of at least 1"),
+    (2, {"slow": {1: float("nan")}}, "expected a factor of at least 1"),
+    (2, {"slow": {1: 3.0}, "strategy": "torch-ddp"}, "a stock method tells nobody of its micro-batches"),
+]
+
+
+def test_what_cannot_run_is_named_before_a_worker_starts() -> None:
+    for ranks, settings, named in CANNOT_RUN:
+        with pytest.raises(ConfigError, match=re.escape(named)):
+            check_run(RunConfig(task=Tiny(normed=False), **settings), ranks)
 
 
 @pytest.mark.parametrize(

@@ -72,14 +72,13 @@ def go_on_whatever_comes(asked: int, is_command: bool) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("is_command", [False, True])
 def test_a_stop_signal_lets_processes_land_and_ends_a_program_but_a_command_by_its_exit_code(
-    number: int, is_command: bool
+    number: int,
 ) -> None:
-    with Command(function=functools.partial(go_on_whatever_comes, number, is_command)) as program:
-        shown, _ = program.communicate()
-    more, code = ("SystemExit\nwent on\n", 0) if is_command else ("", -number)
-    assert (shown, program.returncode) == (f"training\nlanded\n{more}", code)
+    for is_command, more, code in ((False, "", -number), (True, "SystemExit\nwent on\n", 0)):
+        with Command(function=functools.partial(go_on_whatever_comes, number, is_command)) as program:
+            shown, _ = program.communicate()
+        assert (shown, program.returncode) == (f"training\nlanded\n{more}", code)
 
 
 def test_ctrl_c_lets_processes_land_and_is_raised_then() -> None:

@@ -80,21 +80,19 @@ def test_schedules_turn_once_per_update(undisturbed: Undisturbed) -> None:
     assert rates == pytest.approx([0.01 * 0.97**step for step in range(6)], rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("settings", "title"),
-    [
-        ({"wire": "fp32"}, "zero1 on 4 workers (cpu)"),
-        ({"wire": "int8", "link": "1gbit"}, "zero1 on 4 workers (cpu), wire int8, link 1gbit"),
-        (
-            {"changes": "int2", "strategy": "acco", "wire": "int4"},
-            "acco on 4 workers (cpu), wire int4, changes int2",
-        ),
-        ({"strategy": "acco:wire=int4", "wire": "int4"}, "acco:wire=int4 on 4 workers (cpu)"),
-        ({"slow": {0: 2.0, 1: 3.0}}, "zero1 on 4 workers (cpu), slow 0=2,1=3"),
-        ({"shard": 2, "run_dir": "run"}, "zero1 on 4 workers, 2 nodes of 2 shards (cpu), run"),
-    ],
-)
-def test_the_first_line_names_what_the_strategy_does_not_name_itself(
-    settings: dict[str, Any], title: str
-) -> None:
-    assert title_of(RunConfig(task=Tiny(), **settings), 4, "cpu") == title
+TITLES: list[tuple[dict[str, Any], str]] = [
+    ({"wire": "fp32"}, "zero1 on 4 workers (cpu)"),
+    ({"wire": "int8", "link": "1gbit"}, "zero1 on 4 workers (cpu), wire int8, link 1gbit"),
+    (
+        {"changes": "int2", "strategy": "acco", "wire": "int4"},
+        "acco on 4 workers (cpu), wire int4, changes int2",
+    ),
+    ({"strategy": "acco:wire=int4", "wire": "int4"}, "acco:wire=int4 on 4 workers (cpu)"),
+    ({"slow": {0: 2.0, 1: 3.0}}, "zero1 on 4 workers (cpu), slow 0=2,1=3"),
+    ({"shard": 2, "run_dir": "run"}, "zero1 on 4 workers, 2 nodes of 2 shards (cpu), run"),
+]
+
+
+def test_the_first_line_names_what_the_strategy_does_not_name_itself() -> None:
+    for settings, title in TITLES:
+        assert title_of(RunConfig(task=Tiny(), **settings), 4, "cpu") == title

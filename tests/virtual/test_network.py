@@ -21,27 +21,25 @@ def over_ns(network: Network, *transmissions: tuple[int, list[int]]) -> list[int
     return [wires.carry(begun, sent, "direct") for begun, sent in transmissions]
 
 
-@pytest.mark.parametrize(
-    ("network", "transmissions", "over"),
-    [
-        # Bytes take their time and arrive a latency later.
-        (Network(link=GIGABIT), [(500, [100, 100])], [500 + 800 + LATENCY_NS]),
-        (Network(), [(500, [10**9, 10**9])], [500]),
-        # Collectives share a link one after the other, and latency does not occupy it.
-        (
-            Network(link=GIGABIT),
-            [(0, [100, 100]), (0, [50, 50]), (10_000, [1, 1])],
-            [800 + LATENCY_NS, 1_200 + LATENCY_NS, 10_008 + LATENCY_NS],
-        ),
-        # Everyone waits for the slowest link on which something is sent.
-        (Network(link=GIGABIT, links={1: SLOW}), [(0, [100, 100, 100])], [100 * 80 + LATENCY_NS]),
-        (Network(link=GIGABIT, links={1: SLOW}), [(0, [100, 0, 100])], [800 + LATENCY_NS]),
-    ],
-)
-def test_a_collective_is_over_when_the_last_byte_has_arrived(
-    network: Network, transmissions: list[tuple[int, list[int]]], over: list[int]
-) -> None:
-    assert over_ns(network, *transmissions) == over
+OVER: list[tuple[Network, list[tuple[int, list[int]]], list[int]]] = [
+    # Bytes take their time and arrive a latency later.
+    (Network(link=GIGABIT), [(500, [100, 100])], [500 + 800 + LATENCY_NS]),
+    (Network(), [(500, [10**9, 10**9])], [500]),
+    # Collectives share a link one after the other, and latency does not occupy it.
+    (
+        Network(link=GIGABIT),
+        [(0, [100, 100]), (0, [50, 50]), (10_000, [1, 1])],
+        [800 + LATENCY_NS, 1_200 + LATENCY_NS, 10_008 + LATENCY_NS],
+    ),
+    # Everyone waits for the slowest link on which something is sent.
+    (Network(link=GIGABIT, links={1: SLOW}), [(0, [100, 100, 100])], [100 * 80 + LATENCY_NS]),
+    (Network(link=GIGABIT, links={1: SLOW}), [(0, [100, 0, 100])], [800 + LATENCY_NS]),
+]
+
+
+def test_a_collective_is_over_when_the_last_byte_has_arrived() -> None:
+    for network, transmissions, over in OVER:
+        assert over_ns(network, *transmissions) == over
 
 
 def test_an_uplink_carries_what_leaves_those_who_share_it() -> None:
