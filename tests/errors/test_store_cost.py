@@ -40,7 +40,7 @@ def cost(ranks: int) -> tuple[int, int]:
     shared = dist.PrefixStore("stretto", dist.HashStore())
     stores = [Counted(shared) for _ in range(ranks)]
     watchers = [
-        Watcher(store, range(ranks), rank, rank == 0, "127.0.0.1", NEVER, ())  # type: ignore[arg-type]
+        Watcher(store, range(ranks), rank, rank == 0, "127.0.0.1", NEVER, ())  # type: ignore[arg-type]  # it counts calls
         for rank, store in enumerate(stores)
     ]
     assert watchers[0].say("failure", "rank 0, after step 3: ValueError: planted", NEVER)

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from stretto.exchange import WIRES
-from stretto.flat import bucket_bytes_among
+from stretto.flat import ALIGNMENT, bucket_bytes_among
 from stretto.link import MESSAGE_BYTES, Link
 from stretto_lab.estimate.formulas import last_share
 from stretto_lab.estimate.times import ELEMENT_BYTES, Work, time_of
@@ -58,8 +58,9 @@ def test_the_last_bucket_is_that_of_the_layout_on_any_number_of_ranks(seed: int)
     on_wire = ELEMENT_BYTES[wire] * parameters
     size = bucket_bytes_among(ranks, 2**20, 4 * parameters, round(on_wire))
     found = last_share(parameters, 2**20, on_wire, ranks * MESSAGE_BYTES)
-    # A bucket is rounded up to bytes of which a large set may have one bucket less.
-    assert 1 / found == pytest.approx(-(-4 * parameters // size), abs=1, rel=1e-6)
+    # The layout rounds a bucket up to what all ranks are aligned to.
+    rounding = 8 * ranks * ALIGNMENT
+    assert 1 / found == pytest.approx(4 * parameters / size, abs=1, rel=rounding / (size - rounding))
 
 
 def test_bytes_of_an_element_are_those_of_the_wires() -> None:

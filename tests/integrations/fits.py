@@ -61,10 +61,8 @@ def odd() -> type:
         def training_step(self, batch: Any, index: int) -> Tensor | None:
             if self.batch == self.fails:
                 raise ValueError("a bad sample")
-            if self.batch in self.none:
-                return None
-            loss = self.loss(batch)
-            if self.logs:
+            loss = None if self.batch in self.none else self.loss(batch)
+            if self.logs and loss is not None:
                 self.log("trained", loss, sync_dist=True)
             return loss
 

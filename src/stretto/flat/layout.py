@@ -181,7 +181,8 @@ def bucket_bytes_among(ranks: int, usual: int, set_bytes: int, sent_bytes: int) 
         sent_bytes: Of the same values on the wire.
     """
     most = max(1, sent_bytes // (ranks * MESSAGE_BYTES))
-    return max(usual, -(-set_bytes // most))
+    # Buckets are cut at multiples of what all ranks are aligned to: rounded down, a small one would be left over.
+    return max(usual, round_up(-(-set_bytes // most), ranks * ALIGNMENT * torch.float64.itemsize))
 
 
 def plan_layout(

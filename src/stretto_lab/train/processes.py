@@ -125,8 +125,7 @@ class Workers:
     def end(self) -> None:
         """Kill all processes that still run."""
         for worker in self._workers:
-            with self.children:
-                worker.process.kill()
+            worker.process.kill()
         for worker in self._workers:
             wait([worker.process.sentinel])
             with self.children:
@@ -163,9 +162,8 @@ def supervised(*preload: str, lands: bool = False) -> Iterator[Workers]:
 def _context(preload: Sequence[str]) -> ForkServerContext:
     """Return how processes are started: forked from a server that has imported what they need."""
     context = multiprocessing.get_context("forkserver")
-    first = (
-        FIRST if threading.current_thread() is threading.main_thread() else ()
-    )  # the server ends with its thread
+    # The server ends with its thread.
+    first = FIRST if threading.current_thread() is threading.main_thread() else ()
     context.set_forkserver_preload([*first, *PRELOAD, *preload])
     return context
 
