@@ -70,14 +70,6 @@ def reduced(owner: ShardedOptimizer, gradients: dict[str, Tensor | None]) -> Red
     return ReducedGradient(sums, WEIGHT, 0.0, used)
 
 
-def values_by_name(layout: Layout, flats: list[Tensor]) -> dict[str, Tensor]:
-    """Return the parameters that lie in flat storage."""
-    return {
-        slot.name: flats[slot.set_index][slot.start : slot.stop].view(slot.shape).clone()
-        for slot in layout.slots
-    }
-
-
 def new_flats(layout: Layout) -> list[Tensor]:
     """Return storage to publish into."""
     return [torch.zeros(flat.numel, dtype=flat.accumulation_dtype) for flat in layout.sets]

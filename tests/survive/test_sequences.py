@@ -329,6 +329,15 @@ def test_after_any_sequence_one_list_one_state_every_sample_once_and_no_byte_fro
     assert ends.count("went on") > len(ends) / 2, ends
 
 
+@pytest.mark.long
+def test_equal_runs_lose_and_go_on_alike() -> None:
+    for seed in range(3):
+        first, second = drawn(seed), drawn(seed)
+        for trial in (first, second):
+            trial.run()
+        assert [one.seen for one in first.lives.values()] == [one.seen for one in second.lives.values()]
+
+
 def position_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the last rank was in its data is forgotten when ranks come or go."""
     load = Memory.load

@@ -306,35 +306,6 @@ def test_one_that_sleeps_is_waited_for_or_left_out() -> None:
         assert len(ends_of(lives)) == len(seats)
 
 
-def drawn(seed: int) -> Case:
-    """A random job of which one process lives to the end; some die whom nobody has awaited."""
-    rng = random.Random(seed)
-    ranks = rng.randint(2, 5)
-    mortal = [*rng.sample(range(ranks), rng.randint(1, ranks - 1)), *range(ranks, ranks + rng.randint(0, 2))]
-    moments = rng.sample(
-        range(1, UPDATES), len(mortal)
-    )  # two at once may take a share and its copy with them
-    return Case(
-        strategy=rng.choice(STRATEGIES),
-        wire=rng.choice(["fp32", "fp32", "int8", "rotated4"]),
-        ranks=ranks,
-        losses=dict(zip(mortal, moments, strict=True)),
-        every=rng.choice([1, 2, 5]),
-        again_ns=rng.choice([None, 1_000_000, AGREE_NS + 5_000_000, 2 * AGREE_NS]),
-    )
-
-
-def check_laws(seed: int) -> None:
-    case = drawn(seed)
-    lives = lived(case)
-    terms = terms_of(lives)
-    models = ends_of(lives)
-    assert models, case
-    assert [model for model in models if not torch.equal(model, models[0])] == [], case
-    check_samples(terms, case.strategy, UPDATES)
-    check_states(lives, case)
-
-
 def check_states(lives: Mapping[int, Life], case: Case) -> None:
     """What a term goes on from is what members of the one before had committed, to the bit, and not long ago."""
     # Rounding blocks end where slices do, and committed parameters under a prediction are rounded when they are shown.
@@ -355,20 +326,6 @@ def check_states(lives: Mapping[int, Life], case: Case) -> None:
         before = {
             step: model for step, model in before.items() if step <= max(one.committed, default=one.told.step)
         }
-
-
-@pytest.mark.long(keep=1)
-@pytest.mark.parametrize("part", range(4))
-def test_whoever_dies_and_comes_members_agree_and_every_sample_counts_once(part: int) -> None:
-    for seed in range(6 * part, 6 * part + 6):
-        check_laws(seed)
-
-
-@pytest.mark.long
-def test_equal_runs_lose_and_go_on_alike() -> None:
-    for seed in range(3):
-        first, second = (lived(drawn(seed)) for _ in range(2))
-        assert [one.seen for one in first.values()] == [one.seen for one in second.values()]
 
 
 ALONE: tuple[st.Strategy, ...] = (

@@ -154,7 +154,6 @@ TOLD = "PeerFailed: rank {}: rank "
         (st.DiLoCo(interval=4, delay=2), failing, None, (TOLD + "1 has given up", "ValueError: a bad batch")),
         (st.LocalSGD(rate=0.1, worker="node"), with_another_rate, 2, (TOLD, TOLD, DISAGREES, DISAGREES)),
     ],
-    ids=repr,
 )
 def test_what_one_rank_meets_is_named_by_those_that_wait_for_it(
     strategy: st.Strategy, hand: Any, ranks_per_node: int | None, words: tuple[str, ...]
