@@ -1,6 +1,5 @@
 """No command is silent for more than ten seconds, whatever takes long: a loader, measurements, processes that start."""
 
-import ast
 import itertools
 import os
 import queue
@@ -23,7 +22,6 @@ from stretto_lab.observe import Stages
 from stretto_lab.patience import COLUMNS, SECONDS, Patience, clock, fold
 from tests.draws import seeds
 from tests.processes import launched
-from tests.style.source import package_files
 
 LAW = 10.0
 AT_ONCE = 3
@@ -69,29 +67,6 @@ def test_no_command_is_silent_for_ten_seconds() -> None:
             found = threads.map(longest_silence, names)
             silences |= dict(zip(names, found, strict=True))
     assert {name: seconds for name, seconds in silences.items() if seconds > LAW} == {}
-
-
-def test_every_function_that_workers_run_says_how_far_it_is() -> None:
-    """Its own body, or that of the function that waits for it."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in package_files() if path.suffix == ".py"]
-    functions: dict[str, list[ast.FunctionDef]] = {}
-    for node in itertools.chain.from_iterable(map(ast.walk, trees)):
-        if isinstance(node, ast.FunctionDef):
-            functions.setdefault(node.name, []).append(node)
-    called = {
-        call.args[0].id
-        for tree in trees
-        for call in ast.walk(tree)
-        if isinstance(call, ast.Call)
-        and isinstance(call.func, ast.Attribute)
-        and call.func.attr in ("call", "call_replaced")
-        and call.args
-        and isinstance(call.args[0], ast.Name)
-    } & functions.keys()
-    assert {"train_rank", "surviving_rank", "measure", "diagnose_rank"} <= called
-    for name in called:
-        names = {node.id for one in functions[name] for node in ast.walk(one) if isinstance(node, ast.Name)}
-        assert {"Stages", "_progress"} & names, name
 
 
 def drawn_lines(draw: random.Random, count: int) -> list[str]:

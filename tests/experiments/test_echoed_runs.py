@@ -90,24 +90,3 @@ def test_a_target_is_reached_where_the_line_between_evaluations_crosses_it(
     path = [{"use": float(number)} for number in range(1, 31)]
     found = script("paired_comparison", monkeypatch).reached(curve(*losses), path, target=1.5)
     assert found == (None if use is None else {"use": use})
-
-
-def test_a_grid_of_rates_grows_while_its_edge_is_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    tuned_arms = script("tuned_arms", monkeypatch)
-    setting = tuned_arms.Setting(
-        config=lambda lr: None, batch=1, loads=1, uses=2, step_seconds=1.0, rates=(0.1, 0.2), arms=("even",),
-        tuning_seeds=(100, 101),
-    )  # fmt: skip
-    found = tuned_arms.tuned(setting, "name", "even", lambda run: curve(abs(run.lr - 0.7)))
-    assert list(found) == [0.8, 0.4, 0.2, 0.1]
-
-
-def test_a_run_in_the_book_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    tuned_arms = script("tuned_arms", monkeypatch)
-    line = '{"setting": "s", "arm": "even", "lr": 0.1, "seed": 3, "curve": []}\n'
-    Path("runs.jsonl").write_text(line)
-    nothing = tuned_arms.Experiment(
-        settings={}, arm=lambda *_: None, reference="", references=lambda _: {}, results=""
-    )
-    runs = tuned_arms.Runs(nothing, Path())
-    assert tuned_arms.final(runs.result(tuned_arms.Run("s", "even", 0.1, 3))) == float("inf")

@@ -86,25 +86,6 @@ def test_ranks_step_alone_and_their_replicas_are_averaged_behind_some_updates(
             assert sent == [whole if update in averaged_behind else 0 for update in range(1, UPDATES + 1)]
 
 
-def test_hivemind_adds_to_a_replica_how_far_the_mean_was_from_what_left() -> None:
-    left: list[Parameters] = []
-
-    def land_one_update_later(update: int, models: list[nn.Module]) -> None:
-        if update == 2:
-            left.extend(copy_of(model) for model in models)
-        if update == 3:
-            mean = mean_of(left)
-            with torch.no_grad():
-                for model, own in zip(models, left, strict=True):
-                    for key, value in model.named_parameters():
-                        value.add_(mean[key] - own[key])
-
-    models = replicas_by_hand(land_one_update_later)
-    options = {"interval": 2, "delay": 1, "compression": "none"}
-    for rank, (_, own, _) in enumerate(run_counted(train_replicas, HIVEMIND, options)):
-        torch.testing.assert_close(own, copy_of(models[rank]), rtol=0, atol=1e-6)
-
-
 def our_diloco(rank: int, options: dict[str, Any]) -> Parameters:
     model = training.new_model()
     parallel = st.DataParallel(
@@ -121,15 +102,6 @@ def test_torchft_and_our_diloco_take_the_same_outer_steps_with_momentum() -> Non
     ours = run_counted(our_diloco, options)
     for (_, own, _), parameters in zip(theirs, ours, strict=True):
         torch.testing.assert_close(own, parameters, rtol=0, atol=1e-6)
-
-
-def test_torchft_sends_a_fragment_at_a_time() -> None:
-    options = {"interval": 4, "fragments": 2, "delay": 1, "mix": 0.5}
-    for _, _, sent in run_counted(train_replicas, TORCHFT, options):
-        assert sent[1] == sent[3] == 0
-        assert sent[0] > 0
-        assert sent[2] > 0
-        assert sent[0] + sent[2] == 4 * NUM_PARAMETERS
 
 
 def refusal(rank: int, name: str, dtype: torch.dtype, options: dict[str, Any]) -> str:

@@ -5,7 +5,6 @@ at any moment: before a collective, after it has begun, or in the agreement. One
 for it sends 666 once it wakes.
 """
 
-import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -19,11 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import stretto as st
-from stretto.errors import LeftOut, StrettoError
+from stretto.errors import LeftOut
 from stretto.groups.collectives import Call
 from stretto.groups.private import private_group
 from stretto.groups.wrapped import WrappedGroup
-from stretto.survive.generations import Memory
 from stretto.survive.membership import Ended, Membership
 from stretto_lab.virtual import Compute, VirtualCluster
 from tests.draws import draws
@@ -336,56 +334,3 @@ def test_equal_runs_lose_and_go_on_alike() -> None:
         for trial in (first, second):
             trial.run()
         assert [one.seen for one in first.lives.values()] == [one.seen for one in second.lives.values()]
-
-
-def position_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the last rank was in its data is forgotten when ranks come or go."""
-    load = Memory.load
-
-    def forgets(memory: Memory, parallel: st.DataParallel, *more: Any, **named: Any) -> Any:
-        restored = load(memory, parallel, *more, **named)
-        if restored is None or len(restored.loader_states) == parallel.world_size:
-            return restored
-        return dataclasses.replace(restored, loader_states=restored.loader_states[:-1])
-
-    monkeypatch.setattr(Memory, "load", forgets)
-
-
-def old_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some take the list of the term that has ended for that of the next one."""
-    listed = Membership._listed
-
-    def mistaken(member: Membership, number: int) -> tuple[int, Sequence[int]]:
-        seats = member._read(f"{number - 1}/list") if number and member.seat % 2 else None
-        return (number, seats) if seats else listed(member, number)
-
-    monkeypatch.setattr(Membership, "_listed", mistaken)
-
-
-def torn_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some of the shares of the newest state are those of the state before, whose keeping came to its end."""
-    told = Memory._told
-
-    def stale(memory: Memory) -> Any:
-        for older, newer in itertools.pairwise([memory._shares[one] for one in sorted(memory._shares)]):
-            newer |= {owner: share for owner, share in older.items() if owner % 2 and owner in newer}
-        return told(memory)
-
-    monkeypatch.setattr(Memory, "_told", stale)
-
-
-def woken_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others wait for one that sleeps, however long, and take what it sends."""
-    monkeypatch.setattr(Survival, "_watch", lambda *_: None)
-
-
-def check_all() -> None:
-    for seed in range(2 * TRIALS_OF_A_PART):
-        check_law(seed)
-
-
-@pytest.mark.parametrize("plant", [position_lost, old_list, torn_state, woken_heard])
-def test_the_law_sees(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-    with pytest.raises((AssertionError, StrettoError)):
-        check_all()
