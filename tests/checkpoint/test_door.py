@@ -228,6 +228,7 @@ def carried(way: Way, change: Change, rank: int, group: Any, folder: Path) -> Ou
     return outcome(job)
 
 
+@pytest.mark.long(keep=2)
 @pytest.mark.parametrize("seed", seeds(12))
 def test_whatever_carries_a_state_a_job_goes_on_from_it_alike(seed: int, tmp_path: Path) -> None:
     change = Change.drawn(seed)

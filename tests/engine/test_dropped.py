@@ -101,6 +101,7 @@ def test_the_end_of_an_earlier_holder_leaves_the_next_job_alone() -> None:
     assert update is not None
 
 
+@pytest.mark.long
 def test_a_program_that_ends_with_a_job_says_nothing() -> None:
     program = """if True:
         import torch, stretto

@@ -47,6 +47,7 @@ def job(group: dist.ProcessGroup | None, strategy: Strategy, micro_batches: Any 
     return model, stretto.DataParallel(model, optimizer, strategy, micro_batches=micro_batches, group=group)
 
 
+@pytest.mark.long(keep=2)
 @pytest.mark.parametrize("name", EVERY)
 def test_a_loop_that_looks_ahead_makes_the_updates_of_a_plain_loop(name: str) -> None:
     def run(rank: int, group: dist.ProcessGroup, loop: Loop) -> tuple[Any, ...]:

@@ -107,6 +107,7 @@ def test_a_round_makes_the_host_wait_as_often_for_many_buckets_as_for_one(strate
     assert lines  # something is counted
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("strategy", ["zero1", "acco", "local"])
 def test_53_batch_norms_make_the_host_wait_no_more_than_three_times_per_update(strategy: str) -> None:
     lines = host_waits(strategy, layers=53, bucket_bytes=2**16)

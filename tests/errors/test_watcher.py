@@ -184,6 +184,7 @@ def host_blocked_by_a_device(rank: int, folder: Path | None) -> str:
     return "nothing"
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("saves", [False, True])
 def test_a_host_that_waits_for_its_device_is_released_where_only_an_abort_ends_a_collective(
     saves: bool, tmp_path: Path

@@ -146,6 +146,7 @@ def trained(rank: int, cases: list[Case]) -> list[Observed]:
     return [train(rank, case) for case in cases]
 
 
+@pytest.mark.long
 def test_real_ranks_get_the_bits_of_virtual_ones() -> None:
     cases = [with_nodes(case, 2) for case in JOBS if case.options.wire == "int8"]
     verified = [

@@ -283,6 +283,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
         return run_ranks(2, two_ranks)
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("name", ["zero1", *OVERLAPPING])
 def test_a_resumed_run_equals_one_that_never_stopped_to_the_bit(two: list[Seen], name: str) -> None:
     whole, resumed = two[0][name], two[0][f"{name}-resumed"]

@@ -176,6 +176,7 @@ def ranking() -> Ranking:
     return rank_by_time(machine, micro_batches=4, bucket_bytes=BUCKET_BYTES)
 
 
+@pytest.mark.long
 def test_a_slow_link_sends_fewer_bytes_and_every_other_arm_has_its_reason(ranking: Ranking) -> None:
     assert ranking.choice.arm == "zero1:wire=rotated2"
     assert ranking.choice.seconds < ranking.base.seconds / 4

@@ -257,7 +257,7 @@ def differing(row: Row, outcome: Outcome, expected: Outcome) -> Iterator[str]:
         yield "the clock made all rounds alike"
 
 
-@pytest.mark.long(keep=4)
+@pytest.mark.long(keep=2)
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_a_job_over_shards_is_what_it_should_be(block: int) -> None:
     """A run of four ranks goes through a row of every kind."""

@@ -172,6 +172,7 @@ def job_over(model: nn.Module, case: Case) -> DataParallel:
     )
 
 
+@pytest.mark.long
 def test_a_job_goes_on_in_another_one_without_files() -> None:
     for found in run_ranks(WORLD_SIZE, carried_over):
         assert found == {name: set() for name in found}

@@ -114,16 +114,14 @@ class LocalAtRest(LocalReplica):
         self._mean.load_state_dict(replica)
         since = replica["since"]
         self._since = SinceDeparture(bytearray(since["used"]), Totals(**since["totals"]))
-        is_apart = since["rounds"] > 0
-        if (outer := replica.get("outer")) is not None:  # earlier versions saved none with plain averages
-            self._weights.load_state_dict(outer)
-            for fragment, saved in zip(self.fragments, outer["fragments"], strict=True):
-                fragment.load_state_dict(saved)
-            is_apart = outer["is_apart"]
-            self._arrived = None if outer["trip"] is None else self._unpacked(outer["trip"])
+        outer = replica["outer"]
+        self._weights.load_state_dict(outer)
+        for fragment, saved in zip(self.fragments, outer["fragments"], strict=True):
+            fragment.load_state_dict(saved)
+        self._arrived = None if outer["trip"] is None else self._unpacked(outer["trip"])
         self._left_at = 0 if self._arrived is None else self._arrived.round_index
         apart = Alike.APART if self.has_anchor else Alike.DRIFTING
-        self.agreement.resume(apart if is_apart else Alike.UNITED, since["rounds"], states=False)
+        self.agreement.resume(apart if outer["is_apart"] else Alike.UNITED, since["rounds"], states=False)
 
     def _at_rest(self) -> Iterator[tuple[int, Fragment]]:
         """Yield the fragments of outer steps that are not under way."""
