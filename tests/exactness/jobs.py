@@ -157,7 +157,7 @@ def wrap(case: Case, group: ProcessGroup | None = None, **settings: Any) -> tupl
 def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Return the mean over what the batch's weight counts."""
     x, y, _, branch = batch
-    return ((model(x, branch) - y) ** 2).mean()
+    return ((model(x, branch) - y).float() ** 2).mean()  # in 32 bits, also of a 16-bit model
 
 
 def parameters_of(model: nn.Module) -> State:
