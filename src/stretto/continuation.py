@@ -363,9 +363,8 @@ def unpack_entries(state: State) -> None:
         UnsafeValue: It holds something that only pickle could read.
     """
     for into, key, name in places(state):
-        if type(into[key]) is bytes and not name.startswith(
-            ("model.", "optimizer.")
-        ):  # there they are the user's
+        # Bytes of the model and the optimizer are the user's own.
+        if type(into[key]) is bytes and not name.startswith(("model.", "optimizer.")):
             into[key] = unpack(into[key], repr(name))
 
 

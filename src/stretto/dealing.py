@@ -74,9 +74,8 @@ class Holding:
         self.model = {name: kind and Kind.from_json(kind) for name, kind in models(kinds).items()}
         """What tensors the model's entries are."""
         num_bytes = sum(num_bytes for found in told for _, num_bytes, _ in found)
-        if any(
-            kind is not None and kind.num_bytes > num_bytes for kind in self.model.values()
-        ):  # before it is made
+        # Checked before a tensor of that size is made.
+        if any(kind is not None and kind.num_bytes > num_bytes for kind in self.model.values()):
             raise TornCheckpoint(
                 "a share names a larger tensor than all of them hold: expected the shares of all ranks; go back to a "
                 "checkpoint"

@@ -79,9 +79,10 @@ def test_an_average_swapped_in_and_out_of_a_settled_model_leaves_no_trace(strate
 
 
 @EVERY
+@pytest.mark.parametrize("saves", [False, True])
 @pytest.mark.parametrize("is_rebound", [False, True])
-def test_a_swap_that_is_not_taken_back_is_told(strategy: Strategy, is_rebound: bool) -> None:
-    """At the end of the block, or by the next micro-batch, which sees that memory was exchanged."""
+def test_a_swap_that_is_not_taken_back_is_told(strategy: Strategy, is_rebound: bool, saves: bool) -> None:
+    """At the end of the block, by a save in it, or by the next micro-batch, which sees that memory was exchanged."""
     model = network()
     parallel = stretto.DataParallel(model, sgd(model), strategy, micro_batches=2)
     for batch in batches(0, 4):
@@ -93,6 +94,8 @@ def test_a_swap_that_is_not_taken_back_is_told(strategy: Strategy, is_rebound: b
                 model[0].weight.data = torch.zeros(4, 3)
             else:
                 swap(model, network(1), "copy_")
+            if saves:
+                stretto.checkpoint.save(parallel, "saved")
         parallel.backward(model(batches(1)[0]).square().mean())
 
     with pytest.raises(ParametersTouched, match=r"parameter .[\d.a-z]+. was (rebound|written inside)"):

@@ -95,6 +95,11 @@ CANNOT_RUN: list[tuple[int, dict[str, Any], str]] = [
     (4, {"shard": 2, "link": "10mbit"}, "link='10mbit', which would slow down the inside of nodes too"),
     (4, {"shard": 2, "ranks_per_node": 2}, "ranks_per_node, whose ranks FSDP2 has already"),
     (4, {"shard": 2, "noise": Noise(0.1)}, "noise"),
+    (
+        2,
+        {"noise": Noise(0.1), "strategy": "torch-local-sgd"},
+        "torch-local-sgd: noise hits our own strategies only",
+    ),
     (2, {"slow": {2: 3.0}}, "slow names rank 2; the run has ranks 0 to 1"),
     (2, {"slow": {1: 0.5}}, "expected a factor of at least 1"),
     (2, {"slow": {1: float("nan")}}, "expected a factor of at least 1"),

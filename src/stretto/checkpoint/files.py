@@ -52,9 +52,7 @@ def complete(directory: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield the complete checkpoints, the last one first."""
     for path in newest_first(directory):
         try:
-            manifest = Manifest.read(path)
-            for rank in range(manifest.world_size):
-                manifest.check_file(path, rank)
+            Manifest.read(path).check_files(path)
         except CheckpointError:
             continue
         yield path

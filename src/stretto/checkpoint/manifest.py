@@ -81,6 +81,11 @@ class Manifest:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise TornCheckpoint(f"{path} is damaged: {error}") from error
 
+    def check_files(self, folder: Path) -> None:
+        """Check that every rank's file is there in full length; the error is that of `check_file`."""
+        for rank in range(self.world_size):
+            self.check_file(folder, rank)
+
     def check_file(self, folder: Path, rank: int) -> Path:
         """Return the file of a rank's share, which is there in full length.
 

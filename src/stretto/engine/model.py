@@ -129,11 +129,6 @@ class UserModel:
         """Whether no parameter was written since `remember`, as far as versions show it."""
         return list(map(_version, self.parameters)) == self._versions
 
-    @property
-    def is_moved(self) -> bool:
-        """Whether a parameter has other memory than at `remember`."""
-        return list(map(Tensor.data_ptr, self.parameters)) != self._addresses
-
     def check_unwritten(self, where: object) -> None:
         """Raise if a parameter was rebound or written since `remember`; quick enough for every micro-batch.
 

@@ -58,8 +58,9 @@ class SettlingModel(UserModel):
 
     def changed(self) -> str | None:
         """Return the name of a parameter in which somebody has written over what `settle` has shown; None without."""
-        if self._committed is None or (self.is_unwritten and not self.is_moved):
+        if self._committed is None:
             return None
+        # Versions would not tell: a save inside the block shows other values for a while, and counts as a write.
         for name, parameter, value in zip(self.names, self.parameters, self._committed, strict=True):
             if not torch.equal(parameter.detach(), value.to(parameter.dtype).view(parameter.shape)):
                 return name
@@ -131,11 +132,13 @@ class SettlingModel(UserModel):
         if self.held_back is None:
             yield
             return
-        committed, self.held_back = self._swap(self._with_writes(self.held_back)), None
+        # A save inside the block settles once more, and forgets what that has shown.
+        values, committed = self._committed, self._swap(self._with_writes(self.held_back))
+        self.held_back = None
         try:
             yield
         finally:
-            self.held_back = self._swap(committed)
+            self.held_back, self._committed = self._swap(committed), values
 
     def begin_again(self) -> None:
         """Declare the model's present values, equal on all ranks, to be committed and agreed on."""

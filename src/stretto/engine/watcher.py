@@ -129,7 +129,6 @@ class Watcher:
 
     def say(self, topic: str, text: str, seconds: float) -> bool:
         """Write `text` for the other ranks; return whether it is there within `seconds`."""
-
         key = _HEARD if topic == _HEARD else _SAID
         return self._do(lambda: self._append(key, self._line(topic, text)), seconds)
 
@@ -141,14 +140,9 @@ class Watcher:
 
     def gone(self, hosts: Collection[str], seconds: float) -> list[int]:
         """Return the ranks at these addresses where nobody answers any more: they have died, or ended the job."""
-        if len(self._where) < len(self.others):
-            self._do(
-                lambda: self._where.update((rank, where) for rank, _, where in self._lines(_ANSWERS)), seconds
-            )
-        known = {
-            **self.heard("keeper"),
-            **self._where,
-        }  # where the store has ended, of whoever kept it at least
+        self._do(self._find_answers, seconds)
+        # If the store has ended, at least its keeper's address is known.
+        known = {**self.heard("keeper"), **self._where}
         near = [rank for rank, where in known.items() if where.partition(" ")[0] in hosts]
         return sorted(rank for rank in near if answers(known[rank], self.period) is False)
 
@@ -263,6 +257,11 @@ class Watcher:
         self.answers += 1
         self._abort_if_gone()
 
+    def _find_answers(self) -> None:
+        """Read where other ranks answer, unless all are known."""
+        if len(self._where) < len(self.others):
+            self._where.update((rank, where) for rank, _, where in self._lines(_ANSWERS))
+
     def _append(self, key: str, line: str = "") -> None:
         self._store.append(key, line)  # type: ignore[attr-defined]  # missing in torch's stub
 
@@ -282,9 +281,10 @@ class Watcher:
             self._silence[rank] = 0.0 if is_new else self._silence.get(rank, 0.0) + seconds
         self.beats = beats
         quiet = [rank for rank in watched if self._silence[rank] >= self.silent_seconds / _LATE / 2]
-        where = {rank: where for rank, _, where in self._lines(_ANSWERS)} if quiet else {}
+        if quiet:
+            self._find_answers()
         for rank in quiet:
-            if where.get(rank) and answers(where[rank], self.period):
+            if (where := self._where.get(rank)) and answers(where, self.period):
                 self._silence[rank] = 0.0
         follower = watched[0]  # one rank is enough to tell it
         is_late = self._silence[follower] >= self.silent_seconds / _LATE

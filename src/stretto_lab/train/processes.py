@@ -53,10 +53,14 @@ class Worker:
         try:
             return self.pipe.recv()
         except (EOFError, ConnectionResetError):
-            wait([self.process.sentinel])
-            with Workers.children:
-                self.process.join()
+            self.join()
             raise WorkerFailed(_how_it_ended(self.process.exitcode)) from None
+
+    def join(self) -> None:
+        """Wait until the process has ended, and ask how: one thread at a time."""
+        wait([self.process.sentinel])
+        with Workers.children:
+            self.process.join()
 
 
 class Workers:
@@ -127,9 +131,7 @@ class Workers:
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:
-            wait([worker.process.sentinel])
-            with self.children:
-                worker.process.join()
+            worker.join()
             worker.pipe.close()
 
 
