@@ -45,11 +45,10 @@ def written_random_states(device: torch.device) -> dict[str, Any]:
 
 
 def read_random_states(written: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `random_states` that were written, or those of an earlier release, which wrote them as they are."""
+    """Return the `random_states` of which `written_random_states` was made."""
     states = dict(written)
-    if isinstance(states["python"], list):
-        version, words, *gauss = states["python"]
-        states["python"] = version, tuple(words.tolist()), *gauss
+    version, words, *gauss = states["python"]
+    states["python"] = version, tuple(words.tolist()), *gauss
     if isinstance(states["numpy"], list):
         name, words, *rest = states["numpy"]
         states["numpy"] = name, words.numpy().astype(np.uint32), *rest

@@ -1,16 +1,14 @@
-"""Random states of a rank are written in tensors, and come back to the bit, as those of an earlier release do."""
+"""Random states of a rank are written in tensors, and come back to the bit."""
 
 import random
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from stretto.packed import pack, unpack
 from stretto.random_states import (
     kept_random_states,
-    random_states,
     read_random_states,
     restore_random_states,
     written_random_states,
@@ -30,15 +28,14 @@ def draws(count: int) -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize("written", [written_random_states, random_states], ids=["now", "earlier release"])
-def test_what_is_drawn_after_a_state_was_read_is_what_was_drawn_after_it_was_written(written: Any) -> None:
+def test_what_is_drawn_after_a_state_was_read_is_what_was_drawn_after_it_was_written() -> None:
     with kept_random_states(CPU):
         for seed in range(20):
             torch.manual_seed(seed)
             np.random.seed(seed)
             random.seed(seed)
             draws(seed)
-            packed = pack(written(CPU), "random states")
+            packed = pack(written_random_states(CPU), "random states")
             expected = draws(9)
             draws(seed)
             restore_random_states(read_random_states(unpack(packed, "random states")), CPU)
