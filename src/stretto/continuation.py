@@ -190,12 +190,14 @@ class Continuation:
             state["scheduler"] = b""
         return state
 
-    def check_scheduler(self, state: State) -> None:
-        """Raise unless what was read is of this job's kind of scheduler, or there is none on one side.
+    def check(self, state: State) -> None:
+        """Raise unless what was read is of this job's kinds of optimizer and scheduler; nothing has changed yet.
 
         Raises:
             ForeignCheckpoint: Names both kinds.
+            TornCheckpoint: Something is missing.
         """
+        self._state.found_in(state)
         saved, own = state["job"].get("scheduler"), type(self._scheduler).__name__
         if self._scheduler is not None and saved not in (None, own):
             raise ForeignCheckpoint(

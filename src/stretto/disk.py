@@ -1,6 +1,7 @@
 """Files and folders that are replaced whole: a reader sees the old one or the new one, never half of one.
 
-And read only where they are files: a pipe or a device in their place may never end.
+And read only where they are files: a pipe or a device in their place may never end. What holds a state is made for this
+user alone: a state is as good as the model.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from stretto.errors import ConfigError, DiskError, StrettoError
 from stretto.fields import shown
@@ -38,6 +40,36 @@ def folder_of(given: object, argument: str) -> Path:
     if path is None or "\0" in str(path):
         raise ConfigError(f"{argument}: expected the path of a folder, found {shown(given)}")
     return path
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder for this user alone, unless it is there."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def new_file(path: Path) -> BinaryIO:
+    """Make a file for this user alone, and open it for writing.
+
+    Raises:
+        OSError: There is something of that name, or no room.
+    """
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+
+
+def doubt(path: Path) -> str | None:
+    """Return why others may choose what lies in a folder, in words; None where nothing is known against it.
+
+    Raises:
+        OSError: There is no such folder.
+    """
+    found = path.lstat()
+    if stat.S_ISLNK(found.st_mode):
+        return "a link"
+    if found.st_uid != os.geteuid():
+        return f"the folder of user {found.st_uid}"
+    if found.st_mode & 0o022:
+        return f"a folder that others can write (mode {found.st_mode & 0o777:03o})"
+    return None
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
@@ -75,31 +107,36 @@ def replace_folder(path: Path, write: Callable[[Path], object]) -> None:
         unfinished.rename(path)
 
 
-def read_whole(path: Path) -> bytes:
+def read_whole(path: Path, most_bytes: int | None = None) -> bytes:
     """Return the content of a file.
 
     Raises:
-        OSError: It cannot be read, or is no file.
+        OSError: It cannot be read, is no file, or has more bytes.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is no file")
+    if most_bytes is not None and path.stat().st_size > most_bytes:
+        raise OSError(errno.EFBIG, f"it has {path.stat().st_size} bytes, expected {most_bytes} at most")
     return path.read_bytes()
 
 
 def mapped(path: Path) -> memoryview:
-    """Return the content of a file, in its own memory.
+    """Return the content of a file, in its own memory: who cuts the file meanwhile ends this process by a SIGBUS.
 
     Raises:
         OSError: It cannot be read, or is no file.
     """
-    with path.open("rb") as file:
-        found = os.fstat(file.fileno())
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "it is no file")
         if not found.st_size:
             return memoryview(b"")
         # Nobody writes into it, but PyTorch warns of memory that cannot be written.
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        return memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY))
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

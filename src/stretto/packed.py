@@ -17,6 +17,7 @@ import io
 import pickle
 import re
 import sys
+import zipfile
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,8 @@ def unpack(packed: bytes | memoryview, what: str, place: str | Callable[[Any, st
     """
     try:
         with torch.serialization.safe_globals(_ARRAYS):
+            if sum(file.file_size for file in zipfile.ZipFile(io.BytesIO(packed)).infolist()) > len(packed):
+                raise ValueError("it would take more memory than it has bytes")
             return _as_it_was(torch.load(io.BytesIO(packed), map_location=place, weights_only=True))
     except Exception as error:  # damaged bytes can raise anything
         raise UnsafeValue(

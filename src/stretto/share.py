@@ -30,7 +30,7 @@ from stretto.optimizer import name_of
 from stretto.packed import pack, unpack
 
 _MARK = b"stretto3"
-_PREFIX_BYTES, _ALIGNED_BYTES = 32, 64
+_PREFIX_BYTES, _ALIGNED_BYTES, _MOST_HEAD_BYTES = 32, 64, 2**26
 _SETTINGS = ""
 """Name of the content in which all small entries are packed together."""
 
@@ -187,7 +187,11 @@ def read_share(content: bytes | memoryview, where: str, digest: str | None = Non
         UnsafeValue: It holds something that only pickle could read.
     """
     content = memoryview(bytearray(content) if isinstance(content, bytes) else content).cast("B")
-    head = content[_PREFIX_BYTES : _PREFIX_BYTES + int.from_bytes(content[8:16])]
+    if (size := int.from_bytes(content[8:16])) > _MOST_HEAD_BYTES:
+        raise TornCheckpoint(
+            f"{where} is damaged: its head has {size} bytes, expected {_MOST_HEAD_BYTES} at most"
+        )
+    head = content[_PREFIX_BYTES : _PREFIX_BYTES + size]
     found = xxhash.xxh3_128(head)
     if content[:8] != _MARK or content[16:32] != found.digest() or digest not in (None, found.hexdigest()):
         raise TornCheckpoint(

@@ -2,10 +2,16 @@
 
 import io
 import json
+import math
 import os
 import pickle
+import random
+import resource
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +24,12 @@ from stretto.checkpoint.ranks import Ranks
 from stretto.errors import CheckpointError, UnsafeValue, UsageError
 from stretto.guards.replay import KeptRound
 from stretto.guards.sent_round import from_bytes, to_bytes
+from stretto.packed import unpack
 from stretto.share import Written
 from stretto_lab.testing import differing
 from tests.checkpoint.forged import SHARE, forged, planted, signed
 from tests.checkpoint.jobs import SAVED_AT, Case, Job
+from tests.draws import draws
 
 
 class Planted:
@@ -83,25 +91,6 @@ def test_a_pickle_in_the_place_of_a_file_is_not_run(path: Path, trace: Path) -> 
     assert not trace.exists()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda content: content["shares"].__setitem__(0, [-1, "0"]),
-        lambda content: content["shares"].__setitem__(0, []),
-        lambda content: content["shares"].append([1, "0"]),
-        lambda content: content.update(shares=1),
-        lambda content: content.update(world_size="many"),
-        lambda content: content.update(world_size=True),
-        lambda content: content.update(world_size=2 * 10**7),
-        lambda content: content.update(step=-1),
-        lambda content: content.pop("shares"),
-    ],
-)
-def test_a_manifest_that_lies_is_damaged(change: Callable[[dict[str, Any]], object], path: Path) -> None:
-    signed(path, change)
-    refused(path, FILE, "damaged")
-
-
 LIES: list[Callable[[Any, Any, Any], object]] = [
     lambda header, index, _: header.__setitem__(0, -1),
     lambda header, index, _: header.__setitem__(1, 7),
@@ -122,10 +111,113 @@ LIES: list[Callable[[Any, Any, Any], object]] = [
 ]
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_share_that_lies_is_refused(lie: Callable[[Any, Any, Any], object], path: Path) -> None:
-    forged(path, lie)
-    refused(path)
+def test_a_share_that_lies_is_refused(whole: Path, tmp_path: Path) -> None:
+    for number, lie in enumerate(LIES):
+        path = Path(shutil.copytree(whole, tmp_path / str(number) / whole.name))
+        forged(path, lie)
+        refused(path)
+
+
+HOSTILE = (
+    -1, 0, 1, 7, 2**20, 2**31, 2**40, 2**53, 2**62, 2**63, 2**70, 1e300, math.nan, True, None, "", "\0", "float64",
+    "Tensor", "model.mix", "../../0.share", "x" * 1000, [], {}, [0, 2**62], [[2**40, 2**22]], [[0, 1]] * 1000,
+)  # fmt: skip
+
+
+def lied(draw: random.Random, found: Any) -> None:
+    """Put something hostile into the place of something in a description, or beside it, or take it away."""
+    while True:
+        keys = list(found) if isinstance(found, dict) else range(len(found))
+        key = draw.choice(keys) if keys else None
+        if key is None or not isinstance(found[key], list | dict) or draw.random() < 0.2:
+            break
+        found = found[key]
+    how = draw.random()
+    if key is not None and how < 0.8:
+        found[key] = draw.choice(HOSTILE)
+    elif key is not None and how < 0.9:
+        del found[key]
+    else:
+        found.update(more=draw.choice(HOSTILE)) if isinstance(found, dict) else found.append(
+            draw.choice(HOSTILE)
+        )
+
+
+def a_lie(draw: random.Random, header: list[Any], index: dict[str, list[Any]], _: object) -> None:
+    lied(draw, header if draw.random() < 0.2 else list(index.values()))
+
+
+def outcome(work: Callable[[], object], kind: type[Exception]) -> str:
+    """Return the message of an error of this kind; empty without one."""
+    try:
+        work()
+    except kind as error:
+        return str(error)
+    return ""
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """For the block, this process gets little more memory than it has."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**28, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def test_whatever_lengths_names_and_sizes_are_named_a_load_ends_in_a_line_and_takes_no_memory(
+    whole: Path, tmp_path: Path
+) -> None:
+    job = Job(Case())
+    job.load(whole)
+    before, said = job.holds(), 0
+    for seed in draws(400):
+        draw = random.Random(seed)
+        path = Path(shutil.copytree(whole, tmp_path / str(seed) / whole.name))
+        if seed % 4:
+            forged(path, partial(a_lie, draw))
+        else:
+            signed(path, partial(lied, draw))
+        with little_memory():
+            found = outcome(lambda: job.load(path), kind=CheckpointError)  # noqa: B023
+        assert len(found.splitlines()) <= 1, (seed, found)
+        said += bool(found)
+        assert differing(before, job.holds()) == [], seed
+        shutil.rmtree(path)
+    assert said > len(draws(400)) / 2
+
+
+def test_packed_bytes_that_would_take_more_memory_than_they_have_are_refused() -> None:
+    content = zipfile.ZipFile(io.BytesIO(saved(torch.zeros(8))))
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as bomb:
+        for name in content.namelist():
+            bomb.writestr(name, bytes(2**20) if name.endswith("data/0") else content.read(name))
+    with pytest.raises(UnsafeValue, match="more memory than it has bytes"):
+        unpack(stream.getvalue(), "a value")
+
+
+def test_what_holds_a_state_is_made_for_its_user_alone(tmp_path: Path) -> None:
+    path = Job(Case()).train(SAVED_AT).save(tmp_path / "checkpoints")
+    found = {one.name: one.stat().st_mode & 0o777 for one in (path.parent, path, *path.iterdir())}
+    assert found == {"checkpoints": 0o700, path.name: 0o700, FILE: 0o600, SHARE: 0o600}
+
+
+def test_a_folder_that_others_can_write_and_one_behind_a_link_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder := tmp_path / "checkpoints").mkdir()
+    folder.chmod(0o777)
+    job = Job(Case()).train(1)
+    job.save(folder)
+    (link := tmp_path / "link").symlink_to(job.save(folder))
+    job.load(link)
+    said = [record.getMessage().partition(": expected")[0] for record in caplog.records]
+    assert said == [
+        f"{folder} is a folder that others can write (mode 777)",
+        f"{link} is a link",
+    ]
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"format": ' * 100_000, "1" * 5000, "null", "", "\0"])

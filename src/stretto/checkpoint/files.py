@@ -8,6 +8,7 @@
 In a checkpoint lie `manifest.json`, without which it is none, and `0.share`, `1.share` and so on, one of each rank.
 """
 
+import logging
 import os
 import re
 import shutil
@@ -15,11 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stretto.checkpoint.manifest import FILE, Manifest
-from stretto.disk import folder_of
+from stretto.disk import doubt, folder_of, make_folder
 from stretto.errors import CheckpointError
 
+_log = logging.getLogger("stretto")
 _NAME = re.compile(r"\d{6,}-step-\d+")
 _WRITING, _REMOVING = ".writing-", ".removing-"
+_LEFTOVER = re.compile(rf"(?:{_WRITING}|{_REMOVING}){_NAME.pattern}".replace(".", r"\."))
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
@@ -48,6 +51,15 @@ def find(directory: Path) -> Path:
     return candidates[0]
 
 
+def say_doubts(folder: Path) -> None:
+    """Say in the log why others may choose what lies in a folder of checkpoints: a team may want that."""
+    if (found := doubt(folder)) is not None:
+        _log.warning(
+            "%s is %s: expected one that user %d alone can write; who can write there chooses the model's values",
+            folder, found, os.geteuid(),
+        )  # fmt: skip
+
+
 def complete(directory: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield the complete checkpoints, the last one first."""
     for path in newest_first(directory):
@@ -60,15 +72,15 @@ def complete(directory: str | os.PathLike[str]) -> Iterator[Path]:
 
 def begin(directory: Path, step: int) -> str:
     """Make a folder to write into, clear away what dead jobs have left, and return the new checkpoint's name."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for pattern in (_WRITING, _REMOVING):
-        for leftover in directory.glob(f"{pattern}*"):
+    make_folder(directory)
+    for leftover in directory.iterdir():
+        if _LEFTOVER.fullmatch(leftover.name):
             _remove(leftover)
     # Whatever has the name of a checkpoint counts, also a file or a link to nowhere: the new name must be free.
     taken = (path for path in directory.iterdir() if _NAME.fullmatch(path.name))
     serial = 1 + max(map(_serial, taken), default=0)
     name = f"{serial:06d}-step-{step}"
-    writing(directory, name).mkdir()
+    writing(directory, name).mkdir(mode=0o700)
     return name
 
 

@@ -155,7 +155,7 @@ def load(
         missing = saved.read(state, moves=saved.world_size != parallel.world_size)
         ranks.agree("reading a checkpoint", lambda: check_whole(missing))
         ranks.agree("unpacking a checkpoint", lambda: unpack_entries(state))
-        ranks.agree("comparing schedulers", lambda: continuation.check_scheduler(state))
+        ranks.agree("comparing optimizers and schedulers", lambda: continuation.check(state))
     positions = tuple(state.get("loader", {}).values())
     goes_on = loader is not None and bool(positions) and saved.world_size == parallel.world_size
     if loader is not None and goes_on:
@@ -276,6 +276,8 @@ def _shares_in(path: Path, ranks: Ranks) -> tuple[Path, list[Held]]:
         manifest = Manifest.read(found)
         if ranks.rank == 0:
             manifest.check_files(found)
+            for place in (found.parent, found):
+                folder.say_doubts(place)
         return manifest
 
     manifest = ranks.agree("opening a checkpoint", opened)

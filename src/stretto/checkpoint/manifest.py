@@ -11,13 +11,15 @@ from typing import Any, Self
 
 import xxhash
 
-from stretto.disk import mapped, read_whole
+from stretto.disk import mapped, new_file, read_whole
 from stretto.errors import ForeignCheckpoint, TornCheckpoint
 from stretto.share import Held, counts, read_share, text
 
 FORMAT = 3
 """Increased whenever an older reader would misread a newer checkpoint."""
 FILE = "manifest.json"
+_MOST_BYTES = 2**24
+"""Of the file: those of a quarter of a million ranks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,8 +46,8 @@ class Manifest:
         """Write the file, down to the disk."""
         content = {**dataclasses.asdict(self), "format": FORMAT}
         content["digest"] = _digest(content)
-        with (folder / FILE).open("w", encoding="utf-8") as stream:
-            json.dump(content, stream)
+        with new_file(folder / FILE) as stream:
+            stream.write(json.dumps(content).encode())
             stream.flush()
             os.fsync(stream.fileno())
 
@@ -59,7 +61,7 @@ class Manifest:
         """
         path = folder / FILE
         try:
-            content = json.loads(read_whole(path))
+            content = json.loads(read_whole(path, _MOST_BYTES))
             if content.pop("digest") != _digest(content):  # in every format, so that damage is told from age
                 raise TornCheckpoint(f"{path} is damaged: it does not have the digest that it names")
             version = content.pop("format")

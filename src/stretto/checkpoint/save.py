@@ -10,7 +10,7 @@ from stretto.checkpoint.manifest import Manifest, share_of
 from stretto.checkpoint.ranks import Ranks, check_job
 from stretto.continuation import Loader, check_loader
 from stretto.dealing import check_model, kinds_of, models
-from stretto.disk import folder_of, mapped, writing_to
+from stretto.disk import folder_of, mapped, new_file, writing_to
 from stretto.errors import CheckpointError, ConfigError, TornCheckpoint
 from stretto.fields import is_count, shown
 from stretto.parallel import DataParallel
@@ -70,7 +70,12 @@ def save(
     def begin() -> str:
         writing.held = hold(continuation, parallel.strategy.name, state, loader, extra, copies=False)
         with writing_to(home):
-            return folder.begin(home, parallel.steps) if ranks.rank == 0 else ""
+            if ranks.rank:
+                return ""
+            name = folder.begin(home, parallel.steps)
+            if not parallel.job.num_checkpoints:
+                folder.say_doubts(home)
+            return name
 
     writing.path = home / ranks.first("beginning a checkpoint", begin)
     try:
@@ -145,7 +150,7 @@ class _Writing:
             )
         path = share_of(self._folder, self._rank)
         with writing_to(path):
-            with path.open("wb") as stream:
+            with new_file(path) as stream:
                 for chunk in self._chunks:
                     stream.write(chunk)
                 stream.flush()

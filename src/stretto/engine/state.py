@@ -109,21 +109,25 @@ class JobState:
             },
         }
 
-    def load(self, state: State) -> None:
-        """Replace the job's state by `state`, which was read from a checkpoint.
-
-        Args:
-            state: What was read.
+    def found_in(self, state: State) -> tuple[State, dict[Piece, PieceState]]:
+        """Return the model's values and the optimizer's state in what was read; nothing changes yet.
 
         Raises:
-            TornCheckpoint: A parameter is missing.
+            TornCheckpoint: A parameter is missing, or a count is none.
             ForeignCheckpoint: The optimizer's state is of another kind.
         """
         model = {name: _whole(value) for name, value in state["model"].items()}
         missing = [name for name, value in model.items() if value is None and not is_extra(name)]
+        missing += [f"job.{name}" for name, count in state["job"].items() if count is None]
         if missing:
             raise TornCheckpoint(f"{self.job.compute.where}: the checkpoint has no values for {missing}")
-        states = {piece: self._piece_state(piece, state["optimizer"]) for piece in self.job.sharded.pieces}
+        return model, {
+            piece: self._piece_state(piece, state["optimizer"]) for piece in self.job.sharded.pieces
+        }
+
+    def load(self, state: State) -> None:
+        """Replace the job's state by `state`, which was read from a checkpoint; the errors are those of `found_in`."""
+        model, states = self.found_in(state)
         for piece in self.job.sharded.pieces:
             values = [_run(state.get(part, {}).get(piece.slot.name), piece) for part in ("master", "model")]
             master = next(value for value in values if value is not None)

@@ -10,12 +10,11 @@ names than ours, and links, are neither read nor removed.
 
 import contextlib
 import os
-import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from stretto.disk import mapped
+from stretto.disk import doubt, make_folder, mapped
 from stretto.errors import CheckpointError
 from stretto.survive.shares import Generation, Share, named
 
@@ -51,7 +50,7 @@ class Folder:
 
     def note_whole(self) -> None:
         """Note that one has."""
-        (self.path / _WHOLE).touch()
+        (self.path / _WHOLE).touch(mode=0o600)
 
     def shares(self) -> Iterator[tuple[Generation, int, Share]]:
         """Yield what is there, with the rank that owned it; nobody may write meanwhile."""
@@ -95,18 +94,12 @@ class Folder:
 
     def _make(self) -> None:
         with contextlib.suppress(FileExistsError):
-            self.path.mkdir(mode=0o700, parents=True)
-        found = self.path.lstat()
-        wrong = {
-            "a link": stat.S_ISLNK(found.st_mode),
-            "no folder": not stat.S_ISDIR(found.st_mode),
-            f"the folder of user {found.st_uid}": found.st_uid != os.geteuid(),
-            f"a folder that others can write (mode {found.st_mode & 0o777:03o})": found.st_mode & 0o022,
-        }
-        if reasons := [reason for reason, is_so in wrong.items() if is_so]:
+            make_folder(self.path)
+        found = doubt(self.path) or (None if self.path.is_dir() else "no folder")
+        if found is not None:
             raise CheckpointError(
                 f"{self.path}: expected a folder that user {os.geteuid()} alone can write, for states of this machine, "
-                f"found {reasons[0]}; name another one, which is made then"
+                f"found {found}; name another one, which is made then"
             )
 
     def drop(self, generation: Generation, owner: int, share: Share) -> None:
