@@ -10,24 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from stretto.averaging import DriftingReplica, LocalAtRest
+from stretto.averaging import DriftingReplica, LocalReplica
 from stretto.averaging.worker import check_worker, exchange_inside, worker_of
 from stretto.engine.accumulation import Accumulate, Accumulation, GradientBuffer
-from stretto.engine.agreed import AgreedReplica
 from stretto.engine.agreement import agree, share_start
 from stretto.engine.comm_lane import CommLane, Weave
+from stretto.engine.compute_lane import ComputeLane
 from stretto.engine.failures import BACKEND_MARGIN_SECONDS, FailureDetector
 from stretto.engine.hidden import HiddenAccumulation
 from stretto.engine.holding import mark_on
 from stretto.engine.job import Job
 from stretto.engine.messages import check_messages
+from stretto.engine.model import UserModel
 from stretto.engine.noisy import NoisyRank
 from stretto.engine.on_device import choose_runtime
 from stretto.engine.options import BufferChoices, Clock, Options, Quota, Total, check_formats, plan_quota
+from stretto.engine.replica import Replica
 from stretto.engine.report import ADDRESS, settings_text
-from stretto.engine.rest import RestingLane
 from stretto.engine.round import Progress
-from stretto.engine.settling import SettlingModel
 from stretto.engine.untrained import untrained
 from stretto.engine.within import NodeRuntime, Within
 from stretto.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
@@ -250,7 +250,7 @@ def _start(
         registered,
     )
     model.begin(lacks_values=lacks_values)
-    compute = RestingLane(
+    compute = ComputeLane(
         model,
         lane.comm,
         lane.quota,
@@ -396,9 +396,9 @@ def _kind_of_detector(sharding: "Sharding | None") -> Callable[..., FailureDetec
     return functools.partial(NodeFailures, sharding=sharding)
 
 
-def _kind_of_model(sharding: "Sharding | None") -> Callable[..., SettlingModel]:
+def _kind_of_model(sharding: "Sharding | None") -> Callable[..., UserModel]:
     if sharding is None:
-        return SettlingModel
+        return UserModel
     from stretto.engine.sharded_model import ShardedModel  # FSDP2 takes half a second to import
 
     return ShardedModel
@@ -470,16 +470,14 @@ def _lane_of(
     )
 
 
-def _kind_of_replica(
-    ledger: Ledger, exchange: Exchange, inside: Exchange | None
-) -> Callable[..., AgreedReplica]:
+def _kind_of_replica(ledger: Ledger, exchange: Exchange, inside: Exchange | None) -> Callable[..., Replica]:
     if not ledger.local:
-        return functools.partial(DriftingReplica, probe=ledger.probe) if ledger.may_average else AgreedReplica
+        return functools.partial(DriftingReplica, probe=ledger.probe) if ledger.may_average else Replica
     worker = worker_of(ledger, exchange, inside)
-    return functools.partial(LocalAtRest, worker=worker, fragments=ledger.fragments)
+    return functools.partial(LocalReplica, worker=worker, fragments=ledger.fragments)
 
 
-def _interpreter(parts: Parts, ledger: Ledger, replica: AgreedReplica) -> GuardInterpreter | None:
+def _interpreter(parts: Parts, ledger: Ledger, replica: Replica) -> GuardInterpreter | None:
     if not (parts.guards or replica.exchange.is_verified):
         return None
     return GuardInterpreter(
@@ -513,7 +511,7 @@ def _hides(parts: Parts, ledger: Ledger, exchange: Exchange, quota: Quota) -> bo
     )
 
 
-def _accumulation(parts: Parts, replica: AgreedReplica, quota: Quota) -> Accumulate:
+def _accumulation(parts: Parts, replica: Replica, quota: Quota) -> Accumulate:
     """Return what makes the job's accumulation: one from which gradients leave early, where they may."""
     kind: Accumulate
     kind, hidden = Accumulation, HiddenAccumulation

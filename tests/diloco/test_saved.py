@@ -10,7 +10,7 @@ from torch import distributed as dist
 
 import stretto as st
 from stretto import checkpoint
-from stretto.engine.agreed import Alike
+from stretto.engine.replica_sync import Alike
 from stretto.records import Incident
 from stretto_lab.virtual import VirtualCluster
 from tests.bits import unequal

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import stretto
-from stretto.engine.agreed import Alike
+from stretto.engine.replica_sync import Alike
 from stretto.optimizer import piece_states
 from stretto.strategies import Strategy
 from stretto_lab.virtual import VirtualCluster

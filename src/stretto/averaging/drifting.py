@@ -26,9 +26,9 @@ from stretto.averaging.mean import ReplicaMean
 from stretto.averaging.probe import GradientProbe
 from stretto.checksums import digest_of_all, on_host
 from stretto.engine.accumulation import GradientBuffer
-from stretto.engine.agreed import AgreedReplica, Alike
 from stretto.engine.buffers import Buffer
-from stretto.engine.replica import Flight, Performer
+from stretto.engine.replica import Flight, Performer, Replica
+from stretto.engine.replica_sync import Alike
 from stretto.engine.report import Vote
 from stretto.engine.round import Reduction, Round
 from stretto.engine.statistics import Statistics
@@ -41,10 +41,10 @@ from stretto.strategies.contract import Average, Divergence, Look, Moment, Postp
 _CONDITION = np.dtype([("digest", "<u8"), ("is_finite", "?"), ("product", "<f8")])
 
 
-class DriftingReplica(AgreedReplica):
+class DriftingReplica(Replica):
     """One rank's replica among others that should be the same.
 
-    Args are those of `AgreedReplica`; all ranks own everything.
+    Args are those of `Replica`; all ranks own everything.
 
     Args:
         probe: Coordinates at which ranks are compared at an average; 0 compares nothing.

@@ -4,8 +4,7 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from stretto.engine import misuse
-from stretto.engine.agreed import AgreedReplica
-from stretto.engine.replica import Flight, Performer
+from stretto.engine.replica import Flight, Performer, Replica
 from stretto.engine.round import Landing, Round
 from stretto.engine.runtime import Pending
 from stretto.errors import ConfigError
@@ -34,7 +33,7 @@ class CommLane:
     def __init__(
         self,
         strategy: Strategy,
-        replica: AgreedReplica,
+        replica: Replica,
         performers: Mapping[type, Performer],
         *,
         asks_ahead: bool,

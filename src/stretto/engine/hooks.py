@@ -17,7 +17,7 @@ from torch import Tensor, jit, nn
 from stretto.engine import misuse
 from stretto.engine.holding import LeftEstimate, Mark, adding_node
 from stretto.engine.instead import Instead
-from stretto.engine.settling import SettlingModel
+from stretto.engine.model import UserModel
 from stretto.errors import EstimateShown, OptimizerStepped
 from stretto.optimizer import members_of
 
@@ -84,7 +84,7 @@ class Hooks:
 
     def __init__(
         self,
-        model: SettlingModel,
+        model: UserModel,
         *,
         before_gradient: Callable[[int, Gradients], Gradients | None],
         before_forward: Callable[[nn.Module, object], None],

@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from stretto.engine.agreed import AgreedReplica
 from stretto.engine.comm_lane import CommLane
-from stretto.engine.rest import RestingLane
-from stretto.engine.settling import SettlingModel
+from stretto.engine.compute_lane import ComputeLane
+from stretto.engine.model import UserModel
+from stretto.engine.replica import Replica
 from stretto.engine.within import Within
 from stretto.exchange import Exchange
 from stretto.flat import Layout
@@ -16,15 +16,15 @@ from stretto.optimizer import ShardedOptimizer
 class Job:
     """One rank's job, as `stretto.start` builds it."""
 
-    model: SettlingModel
+    model: UserModel
     """The user's model, parameters and optimizer."""
     layout: Layout
     exchange: Exchange
     sharded: ShardedOptimizer
     """This rank's masters and private optimizer."""
-    replica: AgreedReplica
+    replica: Replica
     """This rank's; it knows how equal the ranks' replicas are, and what they agree on."""
-    compute: RestingLane
+    compute: ComputeLane
     comm: CommLane
     layout_digest: str
     """The same on all ranks, and in another job only if each of its ranks has the layout of the same one here."""

@@ -7,7 +7,7 @@ that may differ have more of them (`stretto.averaging`), and so have guards (`st
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,14 +20,15 @@ from stretto.engine.buffers import Buffer
 from stretto.engine.departure import Departure
 from stretto.engine.likeness import Likeness
 from stretto.engine.options import Options
+from stretto.engine.replica_sync import Agreement
 from stretto.engine.report import RoundReport
 from stretto.engine.round import Progress, Reduction, Round, Shown
 from stretto.engine.runtime import Runtime
-from stretto.engine.statistics import average_statistics
+from stretto.engine.statistics import Statistics, average_statistics
 from stretto.engine.streams import SideStream
 from stretto.engine.within import Within
 from stretto.errors import NonFinite
-from stretto.exchange import FP32, Exchange, Publication
+from stretto.exchange import FP32, Exchange, PlainWire, Publication
 from stretto.exchange.transfer import Prepare, Transfers
 from stretto.flat import Slices
 from stretto.optimizer import ReducedGradient, ShardedOptimizer
@@ -71,12 +72,14 @@ class Replica:
         runtime: Charged for the time of steps and previews.
         progress: Shared with the communication lane.
         hides: Whether gradients may leave before their round is closed.
+        steps_alone: Whether ranks step without asking the others, and may be at different rounds.
+        within: The ranks of this node, where each holds a shard of the replica.
     """
 
     interval: int | None = None
     """Updates from one average to the next, where the strategy chooses."""
-    within: Within | None = None
-    """The ranks of this node, where each holds a shard of the replica."""
+    has_anchor = False
+    """Whether ranks take outer steps from an anchor, whatever their replicas hold."""
 
     def __init__(
         self,
@@ -88,9 +91,13 @@ class Replica:
         runtime: Runtime,
         progress: Progress,
         hides: bool,
+        steps_alone: bool = False,
+        within: Within | None = None,
     ) -> None:
         self.exchange = exchange
-        self.rank = exchange.rank  # by which messages call it
+        self.within = within
+        self.rank = exchange.rank if within is None else within.rank  # by which messages call it
+        self.agreement = Agreement(steps_alone=steps_alone)
         self.sharded = sharded
         self.replicated = replicated
         self.progress = progress
@@ -299,6 +306,79 @@ class Replica:
                 norm_squared = gradient.know_norm(sum(np.frombuffer(b"".join(norms)).tolist()))
         norm, limit = math.sqrt(norm_squared) / gradient.weight, self._options.clip_norm
         return norm, 1.0 if limit is None else min(1.0, limit / (norm + CLIP_EPSILON))
+
+    # At rest
+
+    @property
+    def name(self) -> str:
+        """Of this rank's own state in a checkpoint, for those who could use it."""
+        return str(self.rank)
+
+    def anchors(self, *, waits: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield, by name, what all ranks hold alike beside masters.
+
+        What is changing now is left out, or waited for.
+        """
+        for index, anchor in enumerate(self._publication.anchor):
+            yield f"set {index}", anchor
+
+    def outer_state(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield, with kind and name, what this rank keeps for steps with these, unless it is changing now."""
+        yield from ()
+
+    def gather_committed(self, flats: list[Tensor], statistics: Statistics) -> list[Buffer]:
+        """Fill `flats`, one tensor per flat set, with the committed parameters; all ranks must call, at rest.
+
+        Where replicas differ, the committed parameters are their mean, and the replicas stay as they are.
+
+        Returns:
+            The model's floating-point buffers that belong to these parameters.
+        """
+        self.sharded.publish(flats)
+        if not self.replicated:
+            if self._draws:
+                self.exchange.begin_round(self.progress.round_index)
+            self._gather_aside(flats)
+        return statistics.agreed
+
+    def agreed_optimizer(self, changed: bytes) -> ShardedOptimizer:
+        """Return the optimizer; where replicas differ, a copy with their mean. All ranks must call.
+
+        Args:
+            changed: One byte per floating-point buffer: changed on this rank since ranks last agreed on it?
+        """
+        return self.sharded
+
+    def wait_for_transfers(self) -> None:
+        """Wait for what travels beside the rounds, if anything does, so that the group is free for other messages."""
+
+    def begin_again(self) -> None:
+        """Declare the present masters, equal on all ranks, to be what ranks agree on."""
+
+    def shows_masters(self, storage: torch.dtype) -> bool:
+        """Return whether models show committed masters as they are, where they store parameters in this dtype."""
+        master, wire = torch.promote_types(storage, torch.float32), self._options.wire_of_changes
+        if self.replicated:
+            return storage == master
+        return isinstance(wire, PlainWire) and wire.of(storage).dtype == master
+
+    def differs(self, parameters: Sequence[Tensor]) -> str | None:
+        """Return the name of a parameter that does not hold this rank's masters, where models show them; or None."""
+        for piece in self.sharded.pieces:
+            parameter = parameters[piece.slot.index]
+            if not self.shows_masters(parameter.dtype):
+                continue
+            own = parameter.detach().reshape(-1)[piece.offset : piece.offset + piece.numel]
+            if not torch.equal(own, self.sharded.values(self.sharded.masters, piece).reshape(-1)):
+                return piece.slot.name
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's own state for a bit-identical continuation, without what all ranks agree on."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state that `state_dict` returned on the same rank of the same layout."""
 
 
 def _reduced(gradient: object) -> ReducedGradient:

@@ -29,13 +29,13 @@ from torch.distributed.tensor import DTensor
 
 from stretto.engine.accumulation import Accumulation, GradientBuffer
 from stretto.engine.hidden import HiddenAccumulation
-from stretto.engine.settling import SettlingModel
+from stretto.engine.model import UserModel
 from stretto.errors import GradientsTouched, ParametersTouched, UsageError
 from stretto.flat import shard_of
 
 
-class ShardedModel(SettlingModel):
-    """A model whose values are this rank's shards; see Note [Never stale]. Arguments are those of `SettlingModel`."""
+class ShardedModel(UserModel):
+    """A model whose values are this rank's shards; see Note [Never stale]. Arguments are those of `UserModel`."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from stretto.engine.agreed import Alike
 from stretto.engine.job import Job
+from stretto.engine.replica_sync import Alike
 from stretto.errors import CheckpointError, ForeignCheckpoint, StrettoError, TornCheckpoint
 from stretto.flat import Fragments, PartedTensor, Shard, Shares, Slot, original_name
 from stretto.optimizer import (

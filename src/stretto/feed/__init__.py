@@ -1,8 +1,7 @@
 """Batches for the user's loop, and the end of the data."""
 
 from stretto.engine import Job
-from stretto.feed.batches import Batch, num_samples
-from stretto.feed.feed import Feed
+from stretto.feed.feed import Batch, Feed, num_samples
 from stretto.feed.together import SharedFeed
 
 __all__ = ["Batch", "Feed", "feed_of", "num_samples"]

@@ -1,4 +1,4 @@
-"""The beginning and the end of a pass over the data, at which all ranks come to the same end.
+"""Hands out batches to the user's loop, each once, until all ranks come to the same end.
 
 Note [The end of the data]
     Ranks learn from the round reports that one of them has no more data. A loader with a length is asked once more
@@ -20,96 +20,315 @@ Note [Batches that are out]
     the job's next call for rest, the next `feed`, `finish` or `commit`.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias, TypeVar
+
+from torch import Tensor
 
 from stretto.echo.loader import EchoLoader
+from stretto.echo.statistics import InputStatistics
 from stretto.engine import Job
 from stretto.engine.compute_lane import Until
 from stretto.engine.report import Vote
 from stretto.feed import passes
-from stretto.feed.batches import Batches, Pass
 from stretto.feed.updates import JobUpdates
 from stretto.records import Update
 
+Batch = TypeVar("Batch")
+NOTHING = object()
+"""What an exhausted loader gives."""
+Take: TypeAlias = Callable[[Iterator[Any], object], tuple[Any, int]]
+"""Takes a batch from an iterator, or gives what it is told where there is none; and tells which use of it that is."""
 
-class Feed(Batches):
-    """The batches of one job's rank, with all that no batch passes.
+
+@dataclasses.dataclass(slots=True)
+class Pass:
+    """One pass of this rank over a loader."""
+
+    loader: Iterable[Any]
+    batches: Iterator[Any]
+    length: int | None
+    """How many batches the loader says that it has."""
+    until: Until
+    position: int = 0
+    """Batches handed out since its beginning."""
+    num_fed: int = 0
+    """Those of them that no checkpoint lies behind."""
+    is_exhausted: bool = False
+    """Whether the loader was asked and had nothing."""
+    ahead: tuple[Any, int] | None = None
+    """A batch that came where the loader was asked once more, and which use of it that is."""
+    state: Any = None
+    """The loader's state before that; None for a loader without one."""
+    error: Exception | None = None
+    """What the loader raised where it was asked once more, to be raised when its next batch is due."""
+    is_behind: bool = False
+    """Whether it has ended, on all ranks, although the loop may count batches of it."""
+    is_same: bool = False
+    """Whether its iterator is that of the pass before, and may not have told the end of that one yet."""
+    has_ended: bool = False
+    """Whether all ranks have agreed on its end because of the data, and only land what is left."""
+
+    # Batches that are out; see Note [Batches that are out].
+    num_counted: int = 0
+    """The job's micro-batches when the loop asked last."""
+    num_out: int = 0
+    """Batches handed out of which the loop has counted nothing."""
+    per_batch: int = 1
+    """Micro-batches that the loop counted for its last batch."""
+    depth: int | None = None
+    """How many were out when the loop asked for the first time after counting."""
+    looks_ahead: bool = True
+    """Whether the loop has always asked with batches out, few, and since it began to count with as many each time."""
+    samples: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
+    """Of the batches that are out, and of the one in hand."""
+
+    def leave_behind(self, is_behind: bool) -> None:
+        """Say whether batches of this pass, which has ended, may still be counted."""
+        self.is_behind = is_behind
+
+    def asked(self, num_counted: int) -> int:
+        """The loop asks for a batch; return how many are out that it will count: none if it does not look ahead."""
+        counted, self.num_counted = num_counted - self.num_counted, num_counted
+        if counted > 0:
+            self.num_out -= 1
+            self.per_batch = counted
+            self.depth = self.num_out if self.depth is None else self.depth
+        if self.num_fed:
+            is_steady = self.depth is None or self.num_out == self.depth
+            self.looks_ahead &= 0 < self.num_out <= passes.MOST_OUT and is_steady
+        return self.num_out if self.looks_ahead and self.num_fed else 0
+
+    def take(self, take: Take) -> tuple[Any, int]:
+        """Return the next batch, or `NOTHING`, and which use of it that is; nobody is asked again after `NOTHING`."""
+        if self.error is not None:
+            raise self.error
+        if self.is_exhausted:
+            return NOTHING, 0
+        ahead, self.ahead = self.ahead, None
+        taken = take(self.batches, NOTHING) if ahead is None else ahead
+        if taken[0] is NOTHING and self.is_same:
+            taken = take(self.batches, NOTHING)
+        self.is_same, self.is_exhausted = False, taken[0] is NOTHING
+        return taken
+
+    def look_ahead(self, take: Take) -> bool:
+        """Ask the loader once more while a batch is in hand; return whether it has nothing."""
+        self.state = passes.state_before(self.loader)
+        try:
+            ahead = take(self.batches, NOTHING)
+        except Exception as error:  # the batch in hand comes before it
+            self.error = error
+            return False
+        if ahead[0] is NOTHING:
+            self.is_exhausted = True
+        else:
+            self.ahead = ahead
+        return self.is_exhausted
+
+    def hand_out(self) -> bool:
+        """Count a batch; return whether it is the last one by the loader's length."""
+        self.num_fed += 1
+        self.num_out += 1
+        self.position += 1
+        return self.position == self.length
+
+    def end(self) -> None:
+        """All ranks have agreed on its end because of the data."""
+        self.has_ended = True
+
+
+class Feed:
+    """The batches of one job's rank, and the updates that they lead to.
 
     Args:
         job: Of this rank.
     """
 
     def __init__(self, job: Job) -> None:
-        super().__init__(job)
+        self.input = InputStatistics(job.compute.runtime.now)
+        self.has_begun = False
+        """Whether batches have ever been handed out here."""
+        self._job = job
+        self._compute = job.compute
+        job.compute.hooks.mark.hold(self, job.compute.let_go)
+        lifetime = job.compute.lifetime
+        is_alone = lifetime.failures.world_size == 1  # and may catch what its loader raises
+        self._asking: Callable[[], AbstractContextManager[None]] = (
+            nullcontext if is_alone else functools.partial(lifetime.running, is_users=True)
+        )
+        """In this block the loader is asked; where it raises, other ranks are told at once, and the job ends."""
+        self._on_update: Callable[[Update], None] | None = None
+        self._last_update: int | None = None
+        """After which to end."""
+        self._landed: list[Update] = []
+        """Updates that nobody has been told of."""
+        self._pass: Pass | None = None
+        """The one under way, or the last one."""
+        self._is_feeding = False
+        self._num_late: int | None = None
+        """Micro-batches that the loop still counts of a pass that has nothing more to hand out; None without one."""
         self._restored: Mapping[str, Any] | None = None
         """What a checkpoint says of the pass it was saved in, until the next pass begins."""
 
-    def state_of(self, loader: Any) -> Any:
-        """Return the state of a loader, for a checkpoint: that behind the batch that was handed out last."""
-        current = self._pass
-        if current is not None and current.loader is loader and current.ahead and current.state is not None:
-            return current.state
-        return loader.state_dict()
+    @property
+    def num_samples(self) -> int:
+        """Of the batch whose micro-batch is counted next."""
+        return self._pass.samples[0] if self._pass is not None and self._pass.samples else 1
 
-    def pass_state(self) -> dict[str, Any] | None:
-        """Return where the pass under way is, for a checkpoint with the loader's state; None where there is none.
-
-        One that was left before its end counts: its rest is not what comes next.
-        """
-        current, is_left = self._pass, not self._is_feeding
-        if current is None or (is_left and current.is_exhausted):
-            return None
-        has_ended = not is_left and (current.has_ended or self._compute.course.have_data_ended(current.until))
-        return {
-            "is_left": is_left,
-            "position": current.position,
-            "is_exhausted": current.is_exhausted,
-            "votes": [int(vote) for vote in self._compute.course.votes] if has_ended else [],
-            "num_out": self._num_out(current),
-        }
-
-    def _num_out(self, current: Pass) -> int:
-        """Return how many batches the loop holds that it has not counted, where it looks ahead."""
-        if self._num_late is not None:
-            return -(-self._num_late // current.per_batch)
-        counted = self._compute.num_counted > current.num_counted
-        return current.num_out - counted if current.looks_ahead and current.num_fed > 1 else 0
-
-    def go_on(self, state: Mapping[str, Any] | None) -> None:
-        """Let the next pass be the rest of the one in which `pass_state()` was saved."""
-        self._restored, self._num_late = state, None
-        if self._pass is not None:
-            self._pass.leave_behind(False)
-
-    def end(self) -> None:
-        """Go no further than the updates that are committed; all ranks come here after the same one."""
-        self._last_update = self._compute.course.steps
-
-    def rest(self) -> None:
-        """All ranks are about to show, save or load what is committed: end a pass of which nothing more is counted."""
-        current = self._pass
-        if current is not None and current.num_counted == self._compute.num_counted:
+    def batches(
+        self,
+        loader: Iterable[Batch],
+        updates: int | None,
+        until: Until,
+        on_update: Callable[[Update], None] | None,
+    ) -> Iterator[Batch]:
+        """See `DataParallel.feed`."""
+        with self._compute.lifetime.running():
+            passes.check_arguments(loader, updates, until, on_update)
             self.close()
+            self._last_update, self._on_update, self.has_begun = updates, on_update, True
+            last, current = self._pass, self._begin_pass(loader, until)
+            current.num_counted = self._compute.num_counted
+            current.per_batch = 1 if last is None else last.per_batch
+            self._pass = current
+        self._is_feeding = True
+        try:
+            yield from self._hand_out(current)
+            if self._num_late is None:
+                with self._compute.lifetime.running():
+                    self._end(current)
+        finally:
+            # One that was dropped may end after another has begun.
+            self._is_feeding &= self._pass is not current or self._num_late is not None
+        if self._num_late is None:
+            self._on_update = None
 
-    def drain(self) -> None:
-        """Land everything, and have replicas averaged; all ranks must call."""
-        self.close()
-        self._compute.course.finish()
-        while not (self._is_drained() and self._job.replica.agreement.is_united):
-            self._pass_round()
+    def _hand_out(self, current: Pass) -> Iterator[Any]:
+        """Yield the batches of a pass until all ranks agree on its end."""
+        while True:
+            num_out = current.asked(self._compute.num_counted)
+            with self._compute.lifetime.running():
+                if not num_out:
+                    self._land_in_sight(self._last_update)
+                is_over = self._is_over(current.until) or self._are_enough(current, num_out)
+            batch = NOTHING if is_over else self._next(current)
+            if batch is NOTHING:
+                if num_out:
+                    self._num_late = num_out * current.per_batch
+                    self._exhaust_with_last(current)
+                elif not is_over:
+                    with self._compute.lifetime.running():
+                        self._pass_rounds(current)
+                return
+            if current.num_fed and not self._compute.num_counted:
+                with self._compute.lifetime.running():  # a loop that calls loss.backward() trains nothing
+                    self._compute.accumulation.check_own(self._compute.where)
+            if current.hand_out():
+                batch = self._look_ahead(current, batch)
+            if not num_out:
+                current.samples.clear()
+            current.samples.append(num_samples(batch))
+            yield batch
+            if self._pass is not current:
+                with self._compute.lifetime.running():
+                    raise passes.one_at_a_time(self._compute.where)
 
-    def commit(self) -> list[Update]:
-        """Commit what this rank has counted and land everything; all ranks come here after the same micro-batch."""
-        compute = self._compute
-        self.close()
-        if self._pass is not None:
-            self._pass.leave_behind(False)
-        compute.check_alike("commit()")
-        with compute.course.finishing(forgets=True):
-            while not compute.is_clear:
-                self._pass_round()
-        return self.take_landed()
+    def _next(self, current: Pass) -> Any:
+        """Return the next batch of a pass, or `NOTHING`."""
+        with self._asking():
+            batch, use = current.take(self.input.take)
+        if batch is not NOTHING:
+            self.input.begin_batch(use)
+        return batch
+
+    def counts(self) -> None:
+        """The loop is about to count a micro-batch."""
+        current = self._pass
+        if current is None:
+            return
+        if self._num_late is not None:
+            self._exhaust_with_last(current)
+        elif current.is_behind:
+            raise passes.counted_behind(self._compute.where, current.num_out)
+
+    def arrived(self, update: Update | None) -> Update | None:
+        """Tell of the update that a micro-batch has brought, if it has; return it."""
+        current = self._pass
+        if current is not None and len(current.samples) > 1 and current.per_batch == 1:
+            current.samples.popleft()
+        update = None if update is None else self._tell(update)
+        if self._num_late is not None:
+            self._num_late -= 1
+            if not self._num_late:
+                self.close()
+        return update
+
+    def close(self) -> None:
+        """End a pass that has nothing more to hand out, if its loop has not: it has counted all, or counts no more."""
+        current = self._pass
+        if self._num_late is None or current is None:
+            return
+        self._num_late = None
+        self._land_in_sight(self._last_update)
+        if not self._is_over(current.until):
+            self._pass_rounds(current)
+        self._end(current)
+        self._is_feeding, self._on_update = False, None
+
+    def _exhaust_with_last(self, current: Pass) -> None:
+        """Say with the last batch that there are no more."""
+        if current.is_exhausted and self._num_late == 1:
+            self._compute.course.exhaust()
+
+    def _tell(self, update: Update) -> Update:
+        """Return the update with what was taken from the loader, once `on_update` has heard of it."""
+        if not self.has_begun:
+            return update
+        update = self.input.fill(update)
+        if self._on_update is not None:
+            self._on_update(update)
+        return update
+
+    def take_landed(self) -> list[Update]:
+        """Return the updates that nobody has been told of."""
+        updates, self._landed = self._landed, []
+        return updates
+
+    def _are_enough(self, current: Pass, num_out: int) -> bool:
+        """Return whether the batches that are out complete the last update."""
+        if not num_out or self._last_update is None:
+            return False
+        if not self._compute.quota.is_fixed:
+            raise passes.ahead_of_clock(self._compute.where)
+        num_lacking = self._compute.num_lacking(self._last_update)
+        if num_lacking <= (num_out - 1) * current.per_batch:
+            raise passes.ahead_of_end(self._compute.where, num_out, num_lacking)
+        return num_lacking <= num_out * current.per_batch
+
+    def _has_enough(self) -> bool:
+        return self._last_update is not None and self._compute.course.steps >= self._last_update
+
+    def _is_over(self, until: Until) -> bool:
+        """Return whether all ranks have agreed to end; the same on every rank at the same round."""
+        return self._has_enough() or self._compute.course.is_pass_over(until)
+
+    def _land_in_sight(self, last: int | None) -> None:
+        """Land rather than accumulate once the update `last` is in sight: what came behind would be lost."""
+        while last is not None and self._compute.course.steps < last <= self._compute.course.steps_in_sight:
+            self._keep(self._compute.fly())
+
+    def _keep(self, update: Update | None) -> None:
+        """Tell of an update that no call returns, now or when `finish` returns it."""
+        if update is not None:
+            update = self._tell(update)
+            self._landed += [] if self._on_update is not None else [update]
+
+    # The beginning and the end of a pass
 
     def _begin_pass(self, loader: Iterable[Any], until: Until) -> Pass:
         """Begin a pass, or go on with the one that a checkpoint was saved in the end of."""
@@ -203,3 +422,95 @@ class Feed(Batches):
         # Ranks that step alone come to the last update at different times, and meet at an average behind it.
         has_enough = self._has_enough() and (agreement.is_united or not agreement.steps_alone)
         return (agreed or has_enough) and self._compute.is_clear
+
+    # At rest
+
+    def state_of(self, loader: Any) -> Any:
+        """Return the state of a loader, for a checkpoint: that behind the batch that was handed out last."""
+        current = self._pass
+        if current is not None and current.loader is loader and current.ahead and current.state is not None:
+            return current.state
+        return loader.state_dict()
+
+    def pass_state(self) -> dict[str, Any] | None:
+        """Return where the pass under way is, for a checkpoint with the loader's state; None where there is none.
+
+        One that was left before its end counts: its rest is not what comes next.
+        """
+        current, is_left = self._pass, not self._is_feeding
+        if current is None or (is_left and current.is_exhausted):
+            return None
+        has_ended = not is_left and (current.has_ended or self._compute.course.have_data_ended(current.until))
+        return {
+            "is_left": is_left,
+            "position": current.position,
+            "is_exhausted": current.is_exhausted,
+            "votes": [int(vote) for vote in self._compute.course.votes] if has_ended else [],
+            "num_out": self._num_out(current),
+        }
+
+    def _num_out(self, current: Pass) -> int:
+        """Return how many batches the loop holds that it has not counted, where it looks ahead."""
+        if self._num_late is not None:
+            return -(-self._num_late // current.per_batch)
+        counted = self._compute.num_counted > current.num_counted
+        return current.num_out - counted if current.looks_ahead and current.num_fed > 1 else 0
+
+    def go_on(self, state: Mapping[str, Any] | None) -> None:
+        """Let the next pass be the rest of the one in which `pass_state()` was saved."""
+        self._restored, self._num_late = state, None
+        if self._pass is not None:
+            self._pass.leave_behind(False)
+
+    def end(self) -> None:
+        """Go no further than the updates that are committed; all ranks come here after the same one."""
+        self._last_update = self._compute.course.steps
+
+    def rest(self) -> None:
+        """All ranks are about to show, save or load what is committed: end a pass of which nothing more is counted."""
+        current = self._pass
+        if current is not None and current.num_counted == self._compute.num_counted:
+            self.close()
+
+    def drain(self) -> None:
+        """Land everything, and have replicas averaged; all ranks must call."""
+        self.close()
+        self._compute.course.finish()
+        while not (self._is_drained() and self._job.replica.agreement.is_united):
+            self._pass_round()
+
+    def commit(self) -> list[Update]:
+        """Commit what this rank has counted and land everything; all ranks come here after the same micro-batch."""
+        compute = self._compute
+        self.close()
+        if self._pass is not None:
+            self._pass.leave_behind(False)
+        compute.check_alike("commit()")
+        with compute.course.finishing(forgets=True):
+            while not compute.is_clear:
+                self._pass_round()
+        return self.take_landed()
+
+
+def num_samples(batch: object) -> int:
+    """Return the length of the first tensor or array found in a batch, or 1: a record, for which no job may end."""
+    try:
+        return next(_lengths(batch), 1)
+    except Exception:  # a batch may be any object, with any attributes
+        return 1
+
+
+def _lengths(batch: object) -> Iterator[int]:
+    """Yield the length of every tensor and array in the containers of a batch; 1 for one without dimensions."""
+    if isinstance(batch, Tensor):
+        yield int(batch.size(0)) if batch.dim() else 1  # a nested one has no shape
+    elif isinstance(batch, Mapping):  # before it is asked for attributes, which may be its keys
+        yield from _lengths(list(batch.values()))
+    elif isinstance(batch, (list, tuple)):
+        for part in batch:
+            yield from _lengths(part)
+    elif isinstance(shape := getattr(batch, "shape", None), tuple):
+        if not shape or isinstance(shape[0], int):
+            yield shape[0] if shape else 1
+    elif dataclasses.is_dataclass(batch):
+        yield from _lengths([getattr(batch, field.name) for field in dataclasses.fields(batch)])

@@ -8,8 +8,7 @@ from typing import Any
 
 from stretto.engine import Job
 from stretto.engine.within import Within
-from stretto.feed.batches import NOTHING, Pass
-from stretto.feed.feed import Feed
+from stretto.feed.feed import NOTHING, Feed, Pass
 
 
 class SharedFeed(Feed):

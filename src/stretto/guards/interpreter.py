@@ -8,8 +8,7 @@ from typing import get_args
 from torch import Tensor
 
 from stretto.checksums import digests, on_host
-from stretto.engine.agreed import AgreedReplica
-from stretto.engine.replica import Flight, Performer
+from stretto.engine.replica import Flight, Performer, Replica
 from stretto.exchange import Exchange
 from stretto.flat import shard_of
 from stretto.guards.contract import (
@@ -55,7 +54,7 @@ class GuardInterpreter:
     def __init__(
         self,
         guards: Sequence[Guard],
-        replica: AgreedReplica,
+        replica: Replica,
         *,
         fixed: Sequence[tuple[str, Tensor]],
         strikes: Strikes,

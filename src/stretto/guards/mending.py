@@ -7,7 +7,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from stretto.engine.accumulation import GradientBuffer
-from stretto.engine.agreed import AgreedReplica
+from stretto.engine.replica import Replica
 from stretto.errors import StateCorrupt
 from stretto.exchange.broadcast import broadcast
 from stretto.guards.contract import Difference, Inspect, Part, Sealable
@@ -28,7 +28,7 @@ class Mending:
     """
 
     def __init__(
-        self, replica: AgreedReplica, seals: Seals, fixed: Mapping[Part, Tensor], where: Callable[[], str]
+        self, replica: Replica, seals: Seals, fixed: Mapping[Part, Tensor], where: Callable[[], str]
     ) -> None:
         self._replica = replica
         self._exchange = replica.exchange

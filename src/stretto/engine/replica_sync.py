@@ -1,0 +1,78 @@
+"""Whether the replicas of all ranks are alike, and for how many rounds they have not been."""
+
+from enum import Enum
+
+
+class Alike(Enum):
+    """How far the replicas of all ranks are alike."""
+
+    UNITED = "united"
+    """All ranks hold the same masters, and models show them."""
+    AHEAD = "ahead"
+    """All ranks hold the same masters, and models still show what was there before the last average."""
+    DRIFTING = "drifting"
+    """Each rank has stepped, or may have, on its own since then."""
+    APART = "apart"
+    """A fragment is under way, or ranks have kept a part of their own as one landed."""
+
+
+class Agreement:
+    """The one answer to the question whether replicas are alike.
+
+    Args:
+        steps_alone: Whether ranks step without asking the others, and may be at different rounds.
+    """
+
+    def __init__(self, *, steps_alone: bool = False) -> None:
+        self.steps_alone = steps_alone
+        self.state = Alike.UNITED
+        self.gap = 0
+        """Rounds since replicas were last averaged, or the last fragment landed."""
+        self.states_are_alike = True
+        """Whether the optimizer's state was averaged too, so that it is the same where masters are."""
+
+    @property
+    def is_united(self) -> bool:
+        """Whether all ranks hold the same masters, or should: in most jobs always, otherwise after an average."""
+        return self.state is Alike.UNITED or self.state is Alike.AHEAD
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks hold the same masters and the same optimizer state."""
+        return self.is_united and self.states_are_alike
+
+    def drift(self) -> None:
+        """A round begins in which each rank steps on its own."""
+        self.gap += 1
+        if self.state is not Alike.APART:
+            self.state = Alike.DRIFTING
+
+    def depart(self) -> None:
+        """A fragment has left."""
+        self.state = Alike.APART
+
+    def land(self, *, is_whole: bool, states: bool | None) -> None:
+        """A fragment has landed.
+
+        Args:
+            is_whole: Whether it was all there is, and nobody kept a part: then all ranks hold the same again.
+            states: Whether the optimizer's state has become the same, too; None leaves that as it was.
+        """
+        self.unite(states=states)
+        if not is_whole:
+            self.state = Alike.APART
+
+    def unite(self, *, states: bool | None = None, is_shown: bool = True) -> None:
+        """All replicas have become the same.
+
+        Args:
+            states: Whether the optimizer's state has, too; None leaves that as it was.
+            is_shown: Whether models show it.
+        """
+        self.state, self.gap = Alike.UNITED if is_shown else Alike.AHEAD, 0
+        self.states_are_alike = self.states_are_alike if states is None else states
+
+    def resume(self, state: Alike, gap: int, *, states: bool | None = None) -> None:
+        """Go on from a checkpoint."""
+        self.unite(states=states)
+        self.state, self.gap = state, gap
