@@ -7,8 +7,7 @@ import pytest
 
 HIDDEN = """
 import sys
-for package in ("plotly", "tensorboard"):
-    sys.modules[package] = None
+sys.modules["tensorboard"] = None
 from stretto_lab.cli import main
 sys.exit(main(sys.argv[1:]))
 """

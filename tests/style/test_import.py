@@ -14,7 +14,6 @@ EXTRAS = (
     "accelerate",
     "datasets",
     "lightning",
-    "plotly",
     "sklearn",
     "tensorboard",
     "tokenizers",

@@ -5,7 +5,8 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from stretto_lab.page.document import write_page
+from stretto.disk import replace_file
+from stretto_lab.page.drawing import page
 from stretto_lab.page.folder import read_folder
 
 __all__ = ["PAGE", "ReportConfig", "page_of", "report"]
@@ -44,7 +45,6 @@ def report(paths: Sequence[Path], config: ReportConfig) -> list[str]:
 
     Raises:
         ConfigError: A folder is of another kind.
-        MissingExtra: plotly is not installed.
         DiskError: The file cannot be written.
     """
     paths = list(dict.fromkeys(paths))
@@ -53,5 +53,6 @@ def report(paths: Sequence[Path], config: ReportConfig) -> list[str]:
         read_folder(path, name if names.count(name) == 1 else str(path))
         for path, name in zip(paths, names, strict=True)
     ]
-    write_page(folders, page_of(paths, config))
+    whole = page(folders)
+    replace_file(page_of(paths, config), lambda path: path.write_text(whole, encoding="utf-8"))
     return [f"{folder.name}: {gap}" for folder in folders for gap in folder.gaps]

@@ -1,29 +1,324 @@
-"""Which kind of folder it is."""
+"""What the folder of a run or of a comparison holds, as far as it can be read."""
 
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from stretto.errors import ConfigError
-from stretto_lab.page.contents import Contents
-from stretto_lab.page.results import read_comparison
-from stretto_lab.page.run import read_run
+from stretto_lab.page.records import items, mapping, number, read_json, read_records
+
+Column = NDArray[np.float64]
+
+UNKNOWN = "-"
+"""Stands for a number that is missing."""
+STEADY_AFTER = 3
+"""First updates that an average leaves out where there are others: memory is new, and overlapping only begins."""
+_LIMITS = 0.2
+"""Share of an update from which waiting limits a run."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UpdateTime:
+    """Seconds of an average update on rank 0; of a stock method, which cannot tell its parts, most are NaN."""
+
+    seconds: float
+    exposed: float
+    """Waiting for other ranks."""
+    data: float
+    """Waiting for the loader."""
+    lane: float
+    """The communication lane was busy; beside the computing, where the strategy overlaps."""
+    updates: int
+    """How many are averaged over."""
+
+    @property
+    def compute(self) -> float:
+        """All that is not waiting."""
+        return float(np.maximum(0.0, self.seconds - self.exposed - self.data))
+
+    @classmethod
+    def of_updates(cls, columns: Mapping[str, Column]) -> Self | None:
+        """Return the average of a run, without evaluations and checkpoints; None for fewer than two updates."""
+        ends = columns["training_seconds"]
+        first = STEADY_AFTER if len(ends) > STEADY_AFTER + 1 else 1
+        if len(ends) < first + 1:
+            return None
+        exposed, data, lane = (
+            float(np.nan_to_num(columns[name][first:]).mean())
+            for name in ("exposed_seconds", "wait_seconds", "lane_seconds")
+        )
+        count = len(ends) - first
+        seconds = float(ends[-1] - ends[first - 1]) / count
+        return cls(seconds, exposed, data, lane, count) if np.isfinite(seconds) else None
+
+    @classmethod
+    def of_totals(cls, record: Mapping[str, Any]) -> Self | None:
+        """Return the average of an arm of a comparison, with its first updates; None where it is not known."""
+        names = ("updates", "seconds", "exposed_seconds", "wait_seconds", "lane_seconds")
+        updates, seconds, exposed, data, lane = (number(record.get(name)) for name in names)
+        if not (updates > 0 and seconds > 0):
+            return None
+        data = float(np.nan_to_num(data))
+        return cls(seconds / updates, exposed / updates, data / updates, lane / updates, int(updates))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """One run, or one arm of a comparison."""
+
+    name: str
+    losses: Column
+    """A row for every update: its number, the training seconds at its end, its loss; NaN where one is missing."""
+    evaluations: Column
+    """A row for every evaluation: updates before it, training seconds, held-out loss."""
+    time: UpdateTime | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Contents:
+    """What a folder holds."""
+
+    name: str
+    facts: dict[str, str]
+    """What ran, in the order in which it is shown."""
+    runs: Sequence[Run]
+    arms: Sequence[Sequence[str]] = ()
+    """Of a comparison: rows under `ARMS`."""
+    events: Sequence[Sequence[str]] = ()
+    """Damage, repairs, restarts: update, kind and text."""
+    gaps: list[str]
+    """What could not be read."""
 
 
 def read_folder(path: Path, name: str) -> Contents:
     """Return what a folder holds, under a name of the caller's.
 
     Raises:
-        ConfigError: It is neither a run nor a comparison.
+        ConfigError: It is neither the folder of a run nor of a comparison.
     """
-    kinds = {
-        "config.json": read_run,
-        "compare.json": read_comparison,
-    }
-    for file, read in kinds.items():
-        if (path / file).is_file():
-            return read(path, name)
-    if (path / "updates.jsonl").is_file():
-        return read_run(path, name)  # its configuration is gone
+    if (path / "compare.json").is_file() and not (path / "config.json").is_file():
+        return _read_comparison(path, name)
+    if (path / "config.json").is_file() or (path / "updates.jsonl").is_file():
+        return _read_run(path, name)
     raise ConfigError(
         f"{path}: expected the folder of a run or a comparison, found "
-        f"{'no ' + ', '.join(kinds) if path.is_dir() else 'no folder'}"
+        f"{'no config.json, compare.json' if path.is_dir() else 'no folder'}"
     )
+
+
+def _read_run(path: Path, name: str) -> Contents:
+    gaps: list[str] = []
+    config = read_json(path / "config.json", gaps)
+    records = list(read_records(path, "updates.jsonl", gaps, expected=True))
+    if not records:
+        gaps.append("no update is recorded")
+    names = ["step", "training_seconds", "loss", "samples", "sent_bytes", "skipped_rounds"]
+    names += ["exposed_seconds", "wait_seconds", "lane_seconds"]
+    columns = {one: np.array([number(record.get(one)) for record in records]) for one in names}
+    run = Run(
+        name,
+        np.stack([columns[one] for one in names[:3]], axis=1),
+        _evaluations(read_records(path, "evaluations.jsonl", gaps, expected=True)),
+        UpdateTime.of_updates(columns),
+    )
+    memory = [
+        number(one.get("peak_bytes")) for one in read_records(path, "memory.jsonl", gaps, expected=False)
+    ]
+    facts = {
+        **_verdict(run.time),
+        **_about(config, path),
+        **_outcome(run, columns, config),
+        **({"memory of rank 0": f"{memory[-1] / 1e6:,.0f} MB at most"} if memory else {}),
+    }
+    return Contents(name=name, facts=facts, runs=[run], events=_events(path, columns, gaps), gaps=gaps)
+
+
+def _read_comparison(path: Path, name: str) -> Contents:
+    gaps: list[str] = []
+    content = read_json(path / "compare.json", gaps)
+    arms = [mapping(one) for one in items(content.get("runs"))]
+    if not arms:
+        gaps.append("no run of the comparison is recorded")
+    is_repeated = len({str(one.get("repeat")) for one in arms}) > 1
+    environment, comparison = mapping(content.get("environment")), mapping(content.get("comparison"))
+    facts = {
+        "model and data": _settings(comparison.get("task")),
+        "arms": ", ".join(map(str, items(comparison.get("strategies")))) or "unknown",
+        "ranks": str(environment.get("workers", "unknown")),
+        "link": str(environment.get("link", "unknown")),
+        **({"noise on purpose": _settings(comparison["noise"])} if comparison.get("noise") else {}),
+        **_machine(environment),
+    }
+    runs = [
+        Run(
+            f"{one.get('strategy')} ({name}" + (f", seed {one.get('seed')})" if is_repeated else ")"),
+            np.empty((0, 3)),
+            _evaluations(map(mapping, items(one.get("evaluations")))),
+            UpdateTime.of_totals(one),
+        )
+        for one in arms
+    ]
+    rows = [
+        [
+            str(one.get("strategy")),
+            str(one.get("seed")),
+            *(formatted(number(one.get(field)) * unit, text) for field, unit, text in ARMS.values()),
+        ]
+        for one in arms
+    ]
+    return Contents(name=name, facts=facts, runs=runs, arms=rows, gaps=gaps)
+
+
+ARMS = {
+    "updates": ("updates", 1, "{:,.0f}"),
+    "s": ("seconds", 1, "{:,.2f}"),
+    "samples per s": ("samples_per_second", 1, "{:,.0f}"),
+    "held-out loss": ("heldout_loss", 1, "{:.4f}"),
+    "s to target": ("seconds_to_loss", 1, "{:.1f}"),
+    "MB sent": ("sent_bytes", 1e-6, "{:,.2f}"),
+    "peak MB": ("peak_bytes", 1e-6, "{:,.0f}"),
+}
+"""Columns of arms behind name and seed: field of the record, factor, format."""
+
+
+def formatted(value: float, pattern: str) -> str:
+    """Return a number as a pattern of `str.format` writes it, or the sign for one that is missing."""
+    return pattern.format(value) if np.isfinite(value) else UNKNOWN
+
+
+def _evaluations(records: Iterable[Mapping[str, Any]]) -> Column:
+    names = ("step", "training_seconds", "heldout_loss")
+    rows = [[number(one.get(name)) for name in names] for one in records]
+    return np.array(rows, dtype=float).reshape(-1, 3)
+
+
+def _verdict(time: UpdateTime | None) -> dict[str, str]:
+    """Return what limited a run, and what to do about it; nothing where its times are not known."""
+    if time is None or not np.isfinite(time.exposed) or not time.seconds > 0:
+        return {}
+    link, data = time.exposed / time.seconds, time.data / time.seconds
+    if max(link, data) < _LIMITS:
+        found = f"computing: {1 - link - data:.0%} of an update; there is little to hide"
+    elif link >= data:
+        found = (
+            f"the link, or a slower rank: {link:.0%} of an update waited for other ranks. stretto plan says which "
+            "strategy and wire would wait less"
+        )
+    else:
+        found = f"the data: {data:.0%} of an update waited for them. stretto diagnose says what would help"
+    return {"what limited it": found}
+
+
+def _about(config: Mapping[str, Any], path: Path) -> dict[str, str]:
+    """Return what a configuration says about a run."""
+    command, clock = mapping(config.get("command")), mapping(config.get("clock"))
+    words = ["stretto train", str(command.get("recipe")), *map(str, items(command.get("options")))]
+    faults = [
+        f"{one.get('site')} on rank {one.get('rank')}" for one in map(mapping, items(config.get("faults")))
+    ]
+    slow = [f"rank {rank} by {factor}" for rank, factor in mapping(config.get("slow")).items()]
+    is_virtual = (path / "trace.jsonl").exists()
+    count = number(config.get("parameters"))
+    facts = {
+        "command": " ".join(words) if command else "",
+        "model and data": _settings(config.get("task")),
+        "strategy": str(config.get("resolved_strategy", config.get("strategy", "unknown strategy"))),
+        "parameters": f"{count:,.0f}" if np.isfinite(count) else "",
+        "wire": str(config.get("wire", "unknown")),
+        "ranks": f"{config.get('workers', 'unknown')}{', virtual: all times are virtual' if is_virtual else ''}",
+        "link": "" if is_virtual else str(config.get("link", "none")),
+        "micro-batches": f"{clock.get('minimum')} to {clock.get('maximum')} per rank and round, by the clock"
+        if clock
+        else f"{config.get('micro_batches', 'unknown')} per rank and update",
+        "echo": str(config.get("echo", "none")),
+        "guards": ", ".join(map(str, items(config.get("guards")))),
+        "slow on purpose": ", ".join(slow),
+        "damage on purpose": "; ".join(faults),
+        "noise on purpose": _settings(config["noise"]) if config.get("noise") else "",
+        "seed": str(config.get("seed", "unknown")),
+        **_machine(mapping(config.get("environment"))),
+    }
+    return {name: text for name, text in facts.items() if text not in ("", "none")}
+
+
+def _machine(found: Mapping[str, Any]) -> dict[str, str]:
+    """Return processor and versions, as `describe_environment` has written them."""
+    if not found:
+        return {}
+    processor = f"{found.get('processor')}, {found.get('cores')} cores"
+    device = f"{found['cuda']}; {processor}" if found.get("cuda") else processor
+    commit = f", commit {found['commit']}" if found.get("commit") else ""
+    return {
+        "machine": f"{device}; {found.get('system')}",
+        "versions": f"PyTorch {found.get('torch')}, Python {found.get('python')}{commit}",
+    }
+
+
+def _settings(record: object) -> str:
+    """Return settings in one line, without those that are not set and without records in them."""
+    settings = [
+        f"{name} {value}"
+        for name, value in mapping(record).items()
+        if value is not None
+        and not any(isinstance(one, dict) for one in (value if isinstance(value, list) else [value]))
+    ]
+    return ", ".join(settings) or "unknown"
+
+
+def _outcome(run: Run, columns: Mapping[str, Column], config: Mapping[str, Any]) -> dict[str, str]:
+    facts = {"updates": f"{len(run.losses):,}"}
+    if len(run.losses):
+        seconds, samples = columns["training_seconds"][-1], np.nansum(columns["samples"])
+        facts["training"] = (
+            f"{formatted(seconds, '{:,.1f}')} s, {samples:,.0f} samples, "
+            f"{np.nansum(columns['sent_bytes']) / 1e6:,.1f} MB sent by rank 0"
+        )
+        steady = run.time.updates * run.time.seconds if run.time is not None else np.nan
+        if steady > 0:
+            rate = np.nansum(columns["samples"][-run.time.updates :]) / steady  # type: ignore[union-attr]
+            tokens = rate * number(config.get("tokens_per_sample"))
+            facts["speed"] = f"{rate:,.3g} samples per second"
+            facts["speed"] += f", {tokens:,.0f} tokens per second" if np.isfinite(tokens) else ""
+    losses = run.evaluations[:, 2]
+    if len(losses):
+        named = {"before": losses[0], "last": losses[-1], "least": np.nanmin([*losses, np.inf])}
+        texts = [f"{formatted(loss, '{:.4f}')} {name}" for name, loss in named.items()]
+        unit = str(config.get("loss_unit") or "")
+        facts["held-out loss"] = ", ".join(texts) + (f"; {unit}" if unit else "")
+    return facts
+
+
+def _events(path: Path, columns: Mapping[str, Column], gaps: list[str]) -> list[list[str]]:
+    """Return what was done, found and left out in a run, in the order of its updates."""
+    found: list[tuple[float, str, str]] = []
+    for file in sorted(path.glob("strikes/rank-*.jsonl")):
+        for one in read_records(path, str(file.relative_to(path)), gaps, expected=False):
+            strikes, elements = number(one.get("strikes")), number(one.get("elements"))
+            again = f" {strikes:.0f} times" if strikes > 1 else ""
+            text = (
+                f"{one.get('site')} of rank {one.get('rank')} damaged on purpose{again}: {one.get('pattern')}, "
+                f"{formatted(elements, '{:,.0f}')} {'value' if elements == 1 else 'values'}"
+            )
+            found.append((number(one.get("step")), "fault", text))
+    for one in read_records(path, "incidents.jsonl", gaps, expected=False):
+        ranks, link = ", ".join(map(str, items(one.get("ranks")))), items(one.get("link"))
+        whom = f"rank {ranks}" if ranks else "nobody can be named"
+        way = f", on the way from rank {link[0]} to rank {link[1]}" if len(link) == 2 else ""
+        text = f"{one.get('site')} damaged ({one.get('part')}; {whom}{way}), found by {one.get('guard')}: "
+        found.append((number(one.get("step")), "incident", text + str(one.get("action"))))
+    for one in read_records(path, "quarantine.jsonl", gaps, expected=False):
+        steps = [number(mapping(incident).get("step")) for incident in items(one.get("incidents"))]
+        goes_on = one.get("goes_on_with")
+        then = "the run ended" if goes_on is None else f"went on with {goes_on} ranks"
+        left_out = ", ".join(map(str, items(one.get("left_out")))) or "nobody"
+        text = f"{one.get('cause')}; left out: {left_out}; from {one.get('checkpoint')}: {then}"
+        found.append((max(steps, default=np.nan), "restart", text))
+    for step, count in zip(columns["step"], columns["skipped_rounds"], strict=True):
+        if count > 0:
+            found.append((step, "skipped", f"{count:.0f} rounds were not finite, and left out"))
+    found.sort(key=lambda event: np.nan_to_num(event[0]))
+    return [[formatted(step, "{:,.0f}"), kind, text] for step, kind, text in found]
