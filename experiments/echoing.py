@@ -9,7 +9,7 @@ Two ranks of a virtual cluster. All arms but `spaced` take the same fresh batche
     spaced     as many steps as the echoed arms, every batch fresh: what reading more would give
     even       1 / 0.55 = 1.82 uses of every batch
     bernoulli  every step takes a fresh batch with p = 0.55
-    falling    p falls from 1 to 0.1 on a cosine, as published; 0.55 on average
+    falling    p falls from 1 to 0.1 on a cosine; 0.55 on average
     rising     p rises from 0.1 to 1 on a cosine
 
 Each arm sums gradients at every step (`ddp`). As `ARM+local` its replicas step alone and are averaged at the rate at

@@ -243,13 +243,14 @@ class Bernoulli(Plan):
     Uses of a batch are geometric with mean 1 / p. At equal loads the averaged gradient has (2 - p) times the variance
     that it has under `Even`, and some batches are used very often: with p = 0.2 one in ninety more than 20 times.
 
-    Source: "Sharper Analysis of Data Echoing and New Communication-Efficient Algorithm for Data Parallelism".
+    Source: "Sharper Analysis of Data Echoing and New Communication-Efficient Algorithm for Data Parallelism", as its
+    reviews describe it.
     """
 
     p: Schedule = 0.5
     """Probability of fresh batches, above 0 and at most 1; a number, or a function of the update."""
     max_uses: int | None = None
-    """After so many uses fresh batches are certain; None for no limit, which is the paper's rule."""
+    """After so many uses fresh batches are certain; None for no limit."""
 
     def __post_init__(self) -> None:
         check_fields(self)

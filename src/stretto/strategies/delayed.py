@@ -35,7 +35,7 @@ class WeightPrediction(Strategy):
     Traffic per update: as ZeRO-1, hidden; only the prediction is sent.
     Memory: as DPU.
     Equals synchronous when: approximately, while successive gradients are alike.
-    Source: Chen et al., "SAPipe" (option 2); the "ACCO-WP" ablation of Nabli et al., "ACCO".
+    Source: Chen et al., "SAPipe" (option 2); "WP" of Nabli et al., "ACCO", section 3.1.
     """
 
     name = "wp"

@@ -79,7 +79,7 @@ class LocalSGD(Strategy):
     Memory: one gradient buffer; masters and state whole on every rank; on the bf16 wire the last average too.
     Equals synchronous when: the rate is 1 and the optimizer is SGD.
     Source: "Sharper Analysis of Data Echoing and New Communication-Efficient Algorithm for Data Parallelism",
-    Algorithm 2.
+    Algorithm 2, as its reviews describe it.
     """
 
     rate: Schedule = 0.1

@@ -78,9 +78,9 @@ class PAFTDyn(Strategy):
         with the interval that was chosen before, with the learning rate, and with √d. The corrected estimate does not
         depend on any of them, nor on the optimizer.
 
-        The paper takes ‖g_r‖ of what a worker has computed (line 3), before noise enters (line 4), and writes both
-        norms over the same coordinates p_max. Where noise is only seen elsewhere, because replicas differ while the
-        probe finds no noise, the interval is `first`: they are not the same, and nothing says how far they part.
+        The paper takes ‖g_r‖ of what a worker has computed (line 3), before noise enters (line 4). It does not say what
+        its subscripts p and s are, nor how ranks reduce the ratios: the probe and the mean are ours. Where replicas
+        differ while the probe finds no noise, the interval is `first`, because nothing says how far they part.
 
     Staleness, memory: those of `paft-sync`, and 8 bytes for each coordinate of the probe. Traffic: by the interval that
     is chosen; an average of replicas that differ sends 4 bytes more for each coordinate of the probe to every rank.
