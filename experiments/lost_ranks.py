@@ -68,14 +68,14 @@ TOLERANCE = 1e-4
 PORT = 29400
 KINDS = ("kill", "kill", "gone", "node", "link", "stop", "host")
 _LOSSES = {"kill", "gone", "node", "link", "stop"}
-COMES_AGAIN = "the others go on without this process"
+COMES_AGAIN = "the other members continue without this process"
 STORE = "the store of the members"
 MEANT = {
     "no generation in memory is whole": _LOSSES,
     STORE: {"host", "link"},
     "no store at": {"host", "link"},
     COMES_AGAIN: _LOSSES,
-    "the job ended before this process could come in": {*_LOSSES, "host"},
+    "the job ended before this process could join": {*_LOSSES, "host"},
 }
 """What a rank that does not end its work may say, and after what; one that has come again may be too slow, too."""
 

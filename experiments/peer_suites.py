@@ -58,7 +58,7 @@ KNOWN: Mapping[str, Sequence[Known]] = {
         Known("optimizers with closures and several optimizers are refused", r"LBFGS|expected one optimizer"),
         Known("parameters outside the optimizer are refused", r"in no group|not in the optimizer"),
         Known(
-            "the state of the optimizer is the job's", r"the state of this optimizer is empty during the job"
+            "the job keeps the state of the optimizer", r"the state of this optimizer is empty during the job"
         ),
         Known(
             "a private optimizer of the same class is made from its settings",

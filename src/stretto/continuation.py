@@ -64,9 +64,9 @@ def check_loader(loader: object) -> None:
     )
     if loader is not None and not has_state:
         raise ConfigError(
-            f"loader: a {type(loader).__name__} has no state_dict() and load_state_dict(), so nobody can save its "
-            "position: expected torchdata.stateful_dataloader.StatefulDataLoader in the place of a DataLoader, which "
-            "takes the same arguments; or leave it out, and data begin anew"
+            f"loader: a {type(loader).__name__} has no state_dict() and load_state_dict(), so its position "
+            "cannot be saved: expected torchdata.stateful_dataloader.StatefulDataLoader, which takes the "
+            "arguments of a DataLoader; or omit loader=, and the data begin again from the start"
         )
 
 
@@ -124,7 +124,7 @@ class Continuation:
         if (feedback := self.job.exchange.feedback) is not None:
             owed = feedback.state_dict()
             if self.job.within is None:
-                own["owed"] = {rank: pack(owed, f"what rank {rank} owes")}
+                own["owed"] = {rank: pack(owed, f"the residual of rank {rank}")}
             else:
                 node = self.job.exchange.rank
                 own["debts"] = {
@@ -138,13 +138,13 @@ class Continuation:
         if loader is not None:
             own["loader"] = {rank: pack(self._feeding.state_of(loader), "the loader's state")}
         if (state_of_pass := self._feeding.pass_state()) is not None:
-            own["pass"] = {rank: pack(state_of_pass, "the pass under way")}
+            own["pass"] = {rank: pack(state_of_pass, "the pass in progress")}
         if self._rank == 0:
             own["extra"] = pack(extra, "extra")
             if self._scheduler is not None and not hasattr(self._scheduler, "state_dict"):
                 raise CheckpointError(
-                    f"scheduler: a {type(self._scheduler).__name__} has no state_dict() and load_state_dict(), without "
-                    "which nobody can go on with it: give it both"
+                    f"scheduler: a {type(self._scheduler).__name__} has no state_dict() and "
+                    "load_state_dict(), so a resumed job could not continue it: give it both"
                 )
             if self._scheduler is not None:
                 own["scheduler"] = pack(self._scheduler.state_dict(), "the scheduler's state")
@@ -201,8 +201,8 @@ class Continuation:
         saved, own = state["job"].get("scheduler"), type(self._scheduler).__name__
         if self._scheduler is not None and saved not in (None, own):
             raise ForeignCheckpoint(
-                f"the checkpoint holds the state of {saved}, expected {own}: build the scheduler that was saved, or "
-                "leave scheduler out and turn a new one in on_update"
+                f"the checkpoint holds the state of {saved}, expected {own}: build the scheduler that was "
+                "saved, or omit scheduler= and step a new scheduler in on_update"
             )
 
     def pass_of(self, state: State) -> Mapping[str, Any] | None:

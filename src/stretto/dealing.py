@@ -39,8 +39,9 @@ def check_whole(missing: Sequence[str]) -> None:
     """
     if missing:
         raise TornCheckpoint(
-            f"no ranks together hold all of {len(missing)} entries as this job has them, among them {missing[:3]}: "
-            "expected the shares of all ranks, of a job over the same model; go back to a checkpoint"
+            f"the shares of all ranks do not cover {len(missing)} entries of this job, among them "
+            f"{missing[:3]}: expected shares of all ranks of a job over the same model; resume from a "
+            "checkpoint"
         )
 
 
@@ -77,8 +78,8 @@ class Holding:
         # Checked before a tensor of that size is made.
         if any(kind is not None and kind.num_bytes > num_bytes for kind in self.model.values()):
             raise TornCheckpoint(
-                "a share names a larger tensor than all of them hold: expected the shares of all ranks; go back to a "
-                "checkpoint"
+                "a share names a larger tensor than all shares together hold: expected the shares of all "
+                "ranks; resume from a checkpoint"
             )
 
     def check(self, optimizer: str, model: State) -> None:
@@ -109,7 +110,9 @@ class Holding:
         for index in range(max(self._tell(len(batches)))):
             batch = batches[index] if index < len(batches) else None
             for record in self._gather(b"" if batch is None else batch.written().joined().tobytes()):
-                found = read_share(record, "what ranks give each other of a state").entries if record else {}
+                found = (
+                    read_share(record, "the parts of a state that ranks exchange").entries if record else {}
+                )
                 for name in found.keys() & arriving.keys():
                     arriving[name].take(found[name])
         return [name for name, entry in arriving.items() if not entry.put()]

@@ -267,8 +267,8 @@ class OutputClosed(StrettoError, OSError):
 
     def __init__(self) -> None:
         super().__init__(
-            "nobody reads the output any more, because its pipe or terminal is closed, so the command ends here; "
-            "write to a file instead to let it run on: > output.log"
+            "the pipe or terminal of the output is closed, so the command ends here; write to a file to let "
+            "it run: > output.log"
         )
 
 

@@ -102,7 +102,7 @@ def named_settings(text: str, kinds: Iterable[str]) -> dict[str, str]:
         return settings
     if key in settings:
         raise ConfigError(
-            f"{text!r}: {number} and {key}={settings[key]}: expected one of them; leave out one"
+            f"{text!r}: {number} and {key}={settings[key]}: expected one of them; remove the other"
         )
     return {key: number, **{other: value for other, value in settings.items() if other != number}}
 

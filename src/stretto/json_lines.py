@@ -104,8 +104,8 @@ def _step_of(record: Mapping[str, Any], path: Path) -> int:
     step = record.get("step")
     if type(step) is not int:
         raise ConfigError(
-            f"{path}: expected records with a step, found {str(dict(record))[:60]}; restore the file, or move it "
-            "away to begin a new one"
+            f"{path}: expected records with a step, found {str(dict(record))[:60]}; restore the file, or move "
+            "it away to begin a new file"
         )
     return step
 
@@ -143,7 +143,7 @@ def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             if number == len(lines):
                 return  # two halves, of which the first was written by a process that died
             raise ConfigError(
-                f"{path}, line {number}: expected one JSON object, found {line[:40]!r} ({error}); restore the file, "
-                "or move it away to begin a new one"
+                f"{path}, line {number}: expected one JSON object, found {line[:40]!r} ({error}); restore the "
+                "file, or move it away to begin a new file"
             ) from error
         yield line, record

@@ -107,7 +107,7 @@ def parse_noise(text: str) -> Noise:
         if key not in known:
             raise unknown_name("noise has no setting", key, known)
         if key in values:
-            raise ConfigError(f"noise {text}: {key} is set twice; leave out one")
+            raise ConfigError(f"noise {text}: {key} is set twice; remove one")
         values[key] = _read(key, value)
     return Noise(_read("variance", first), **values)
 

@@ -90,7 +90,7 @@ def unpack(packed: bytes | memoryview, what: str, place: str | Callable[[Any, st
             return _as_it_was(torch.load(io.BytesIO(packed), map_location=place, weights_only=True))
     except Exception as error:  # damaged bytes can raise anything
         raise UnsafeValue(
-            f"{what} is refused ({_reason(error)}): {_EXPECTED}; other classes have to be named with "
+            f"{what} is refused ({_reason(error)}): {_EXPECTED}; allow other classes with "
             "torch.serialization.add_safe_globals"
         ) from error
 

@@ -47,7 +47,7 @@ class Incident:
         )
 
     def __str__(self) -> str:
-        whom = f"rank {', '.join(map(str, self.ranks))}" if self.ranks else "nobody can be named"
+        whom = f"rank {', '.join(map(str, self.ranks))}" if self.ranks else "no rank can be named"
         way = "" if self.link is None else f", on the way from rank {self.link[0]} to rank {self.link[1]}"
         return printable(f"update {self.step}: {self.site} damaged ({self.part}; {whom}{way}): {self.action}")
 

@@ -215,7 +215,7 @@ def read_share(content: bytes | memoryview, where: str, digest: str | None = Non
                 f"expected {expected}; go back to an older checkpoint"
             )
         if kind is None:
-            entries |= {name: bytes(piece)} if name else unpack(piece, f"what {where} has beside tensors")
+            entries |= {name: bytes(piece)} if name else unpack(piece, f"the part of {where} without tensors")
             continue
         values = (
             torch.frombuffer(piece, dtype=kind.dtype) if end > begin else torch.empty(0, dtype=kind.dtype)

@@ -98,16 +98,16 @@ class Parts:
         for kind in kinds:
             if kind.__name__ in _OF_OTHERS and kind.__module__.startswith("torch."):
                 raise UnsupportedModel(
-                    f"model: expected the model itself, found a {kind.__name__}, which averages, copies or shards it "
-                    "on its own; hand over the bare model (its .module)"
+                    f"model: expected the model itself, found a {kind.__name__}, which averages, copies or "
+                    "shards it ; pass the bare model (its .module)"
                 )
         marks = {mark for mark in map(mark_on, self.model.parameters()) if mark is not None}
         if any(mark.is_held for mark in marks):
             gc.collect()  # a job that was dropped may be held by nothing but a cycle
         if any(mark.is_held for mark in marks):
             raise ConfigError(
-                "model: expected parameters of no other job, found some of a DataParallel that has not ended; call its "
-                "finish() first, or its fail(error) to give it up"
+                "model: expected parameters of no other job, found parameters of a DataParallel that has not "
+                "ended; call its finish() first, or its fail(error) to end it"
             )
         check_scheduler(self.scheduler, self.optimizer)
         for guard in self.guards:
@@ -147,15 +147,16 @@ def sharding_for(
 
     _check_fits_shards(parts)
     if ranks is not None:
-        raise ConfigError("mesh says which ranks train: leave out ranks")
+        raise ConfigError("mesh says which ranks train: omit ranks")
     sharding = sharding_of(parts.model, mesh)
     if group is None:
         return sharding, sharding.everyone
     if sharding.everyone != list(range(group.size())) or dist.get_rank() != group.rank():
         raise ConfigError(
-            f"mesh and group: expected the same ranks in the same order, found ranks {sharding.everyone} on the mesh, "
-            f"and a group of {group.size()}, whose rank {group.rank()} is rank {dist.get_rank()} of torch's default "
-            "group: make the mesh of the group's ranks (under survives, term.meshes()), or leave out group"
+            f"mesh and group: expected the same ranks in the same order, found ranks {sharding.everyone} on "
+            f"the mesh, and a group of {group.size()}, whose rank {group.rank()} is rank {dist.get_rank()} of "
+            "torch's default group: make the mesh of the group's ranks (under survives, term.meshes()), or "
+            "omit group"
         )
     return sharding, None
 
@@ -167,7 +168,7 @@ def _check_fits_shards(parts: Parts) -> None:
         f"strategy {parts.strategy.name}, which averages what should be equal": parts.ledger.may_average
         and not parts.ledger.local,
         "worker='node', which every node of shards is anyway": parts.ledger.by_node,
-        "a guard that runs a rank's micro-batches again by itself (Audit)": any(
+        "a guard that repeats the micro-batches of one rank alone (Audit)": any(
             type(guard).watch_rounds is not Guard.watch_rounds and not guard.agrees_inside
             for guard in parts.guards
         ),
@@ -177,8 +178,9 @@ def _check_fits_shards(parts: Parts) -> None:
     }
     if refused := [what for what, is_asked in unfit.items() if is_asked]:
         raise ConfigError(
-            f"a model that is sharded inside nodes (mesh=...) does not work yet with {'; nor with '.join(refused)}: "
-            "leave that out, or train whole models with ZeRO1() or ACCO(), which shard the optimizer"
+            "a model that is sharded inside nodes (mesh=...) does not work yet with "
+            f"{'; nor with '.join(refused)}: remove that, or train whole models with ZeRO1() or ACCO(), which "
+            "shard the optimizer"
         )
 
 
@@ -330,9 +332,10 @@ def _check_rows(parts: Parts, layout: Layout, num_shards: int) -> None:
         rows, *_ = slot.whole_shape
         if (num_shards - 1) * most_rows(rows, num_shards) >= rows:
             raise UnsupportedOptimizer(
-                f"{name_of(parts.optimizer)} steps {slot.name!r} as a whole, and of its {rows} rows some of the node's "
-                f"{num_shards} shards have none: expected a row for each; give it to an optimizer that works element "
-                "by element, such as AdamW, or say so by element_wise = True in its class"
+                f"{name_of(parts.optimizer)} steps {slot.name!r} as a whole, and of its {rows} rows some of "
+                f"the node's {num_shards} shards have none: expected a row for each shard; give the parameter "
+                "to an optimizer that steps each element alone, such as AdamW, or set element_wise = True in "
+                "its class"
             )
 
 

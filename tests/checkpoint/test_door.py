@@ -386,8 +386,8 @@ def test_rounding_errors_end_with_a_wire_that_keeps_them_and_that_is_told(after:
         return keeps, notes
 
     dropped = (
-        f"saved on a wire that keeps rounding errors, continued on {after} under zero1: the errors that ranks had yet "
-        "to send are dropped"
+        f"saved on a wire that keeps rounding errors, resumed on {after} under zero1: errors that ranks had not "
+        "sent yet are dropped"
     )
     expected = (True, ()) if after == "int4" else (False, (dropped,))
     for way in (True, False):

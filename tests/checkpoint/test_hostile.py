@@ -258,7 +258,7 @@ class Hearing:
 def test_a_pickle_among_the_records_of_other_ranks_is_not_run(trace: Path) -> None:
     ranks = Ranks(Hearing([b'"here"', pickle.dumps(Planted(trace))]))
     for tell in (ranks.gather, ranks.collect):
-        with pytest.raises(CheckpointError, match="what rank 1 says about a checkpoint cannot be read"):
+        with pytest.raises(CheckpointError, match="the report of rank 1 about a checkpoint cannot be read"):
             tell("planning a checkpoint", lambda: "here")
     assert not trace.exists()
 
@@ -291,7 +291,7 @@ def test_what_only_pickle_could_read_again_is_refused_when_it_is_saved(tmp_path:
     kept = KeptRound(torch.nn.Linear(2, 2), torch.device("cpu"))
     kept.begin(lambda batch: torch.zeros(()), Planted(trace))
     kept.end(1.0, 1, 1)
-    with pytest.raises(UsageError, match="cannot be sent there: the batch is refused"):
+    with pytest.raises(UsageError, match="cannot be sent: the batch is refused"):
         to_bytes(kept)
     assert not trace.exists()
 
@@ -308,9 +308,7 @@ def test_a_value_that_changes_on_its_way_to_the_file_is_found(
 
     job = Job(Case(optimizer="adamw")).train(SAVED_AT)
     monkeypatch.setattr(Written, "chunks", damaged)
-    with pytest.raises(
-        CheckpointError, match=r"changed on its way from the job to the file: '.*mix' is damaged"
-    ):
+    with pytest.raises(CheckpointError, match=r"changed between the job and the file: '.*mix' is damaged"):
         save_whole(job, tmp_path, in_background)
     monkeypatch.undo()
     assert list(tmp_path.iterdir()) == []

@@ -149,6 +149,6 @@ def test_a_loop_that_counts_its_epochs_by_the_step_can_ask_whether_a_pass_is_ove
         restored = checkpoint.load(parallel, tmp_path, loader=loader)
     assert restored.is_pass_over
     (note,) = restored.notes
-    assert "counts its epochs by the step" in note
+    assert "computes its epoch from the step" in note
     assert note in caplog.text
     assert list(parallel.feed(loader)) == []

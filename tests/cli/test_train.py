@@ -75,7 +75,7 @@ def test_the_end_says_what_to_do_next(finished: Finished) -> None:
     assert lines[5:] == [
         "",
         f"the run is in   {run}",
-        f"go on with it   stretto resume {run} --updates 8",
+        f"to continue     stretto resume {run} --updates 8",
         f"look at it      tensorboard --logdir {run}",
         f"in a browser    {run}/report.html",
     ]
@@ -111,7 +111,7 @@ def test_a_run_goes_on_with_the_options_that_it_had(
     place = SHARED.index("--updates")  # the length that is given takes the place of the one before
     others = [*SHARED[1:place], *SHARED[place + 2 :]]
     assert config["command"]["options"] == [*others, "--run-dir", str(finished[0]), "--updates", "6"]
-    assert "go on with it   stretto resume moved --updates 12" in capsys.readouterr().out
+    assert "to continue     stretto resume moved --updates 12" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_resume_tells_of_a_recipe_file_that_has_changed_and_of_the_update_behi
         shown, _ = resumed.communicate()
     assert resumed.returncode == 0
     assert shown.startswith(f"note: {place} has changed since this run began\n")
-    assert "going on after update 4\n" in shown
+    assert "resuming after update 4\n" in shown
     assert main(["resume", "run", place.replace("own_copy", "own_gone")]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("stretto: there is no recipe file ")
@@ -163,8 +163,8 @@ def test_a_resume_tells_of_a_recipe_file_that_has_changed_and_of_the_update_behi
 @pytest.mark.parametrize(
     ("begin", "loading", "every", "last"),
     [
-        (from_nothing, ["loading PyTorch\n"], "1", "go on with it: stretto resume run"),
-        (with_imports_made, [], "90000", "go on with it: stretto resume run"),
+        (from_nothing, ["loading PyTorch\n"], "1", "to continue: stretto resume run"),
+        (with_imports_made, [], "90000", "to continue: stretto resume run"),
     ],
 )
 def test_the_start_is_told_step_by_step_and_ctrl_c_ends_all_workers_and_says_how_to_go_on(
@@ -205,7 +205,7 @@ def test_ctrl_c_lets_a_run_that_survives_losses_land_and_save_too() -> None:
         finally:
             run.kill()
     assert (run.returncode, complaint) == (130, "interrupted\n")
-    assert shown.splitlines()[-1] == "go on with it: stretto resume run"
+    assert shown.splitlines()[-1] == "to continue: stretto resume run"
     assert len([*Path("run", "checkpoints").iterdir()]) == 1
 
 

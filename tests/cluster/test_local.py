@@ -33,8 +33,8 @@ def a_rank(space: str) -> set[int]:
 def goes_on(logs: list[Path], times: int) -> bool:
     """Whether all ranks have gone on from memory so often, after some hundred updates; rank 0 may be on any machine."""
     said = [log.read_text() for log in logs]
-    return sum(text.count("going on from update") for text in said) >= times and any(
-        text.rpartition("going on from update")[2].count("update ") > 2 for text in said
+    return sum(text.count("resuming from update") for text in said) >= times and any(
+        text.rpartition("resuming from update")[2].count("update ") > 2 for text in said
     )
 
 
@@ -54,5 +54,5 @@ def test_ranks_and_then_a_whole_machine_are_lost_and_all_go_on_from_what_the_mac
         until(lambda: not in_space(spaces[1]), "the end of the machine", *logs)
         before = logs[1].read_text()
         start(1, words_of(1, tmp_path))
-        until(lambda: goes_on(logs, 2 - before.count("going on")), "a start from what is left", *logs)
-    assert not any("from update 0" in text.partition("going on")[2] for text in map(Path.read_text, logs))
+        until(lambda: goes_on(logs, 2 - before.count("resuming")), "a start from what is left", *logs)
+    assert not any("from update 0" in text.partition("resuming")[2] for text in map(Path.read_text, logs))

@@ -196,14 +196,14 @@ class Ends(st.Strategy):
 @pytest.mark.parametrize(
     ("effects", "found"),
     [
-        ((Look(), Launch(OuterStep(1.0, 0.0))), "expected Launch and Land in turn"),
+        ((Look(), Launch(OuterStep(1.0, 0.0))), "expected `Launch` and `Land` alternately"),
         ((), "must contain a Launch"),
-        ((Launch(),), "lands in the update in which it leaves"),
+        ((Launch(),), "must arrive in the update that sends it"),
         ((Launch(), Land(), Launch(OuterStep(1.0, 0.0)), Land()), "in all of its launches, or in none"),
-        ((Launch(), Land(), Average()), "averaged by Launch"),
-        ((Launch(fragments=2), Land()), "go with an outer step"),
-        ((Launch(keeps_progress=True), Land()), "go with an outer step"),
-        ((Launch(OuterStep(1.0, 0.0), state=True), Land()), "with a mean of everything"),
+        ((Launch(), Land(), Average()), "need `Launch"),
+        ((Launch(fragments=2), Land()), "need an outer step"),
+        ((Launch(keeps_progress=True), Land()), "need an outer step"),
+        ((Launch(OuterStep(1.0, 0.0), state=True), Land()), "needs a mean of everything"),
     ],
 )
 def test_scripts_that_cannot_be_performed_are_refused(effects: tuple[Effect, ...], found: str) -> None:
@@ -212,7 +212,7 @@ def test_scripts_that_cannot_be_performed_are_refused(effects: tuple[Effect, ...
 
 
 def test_shards_are_not_launched() -> None:
-    with pytest.raises(ConfigError, match="Launch and Land need replicas that step alone"):
+    with pytest.raises(ConfigError, match="`Launch` and `Land` need replicas that step alone"):
         ledger_of(Ends((Gather(), Launch(OuterStep(1.0, 0.0)), Land()), Reduce()))
 
 

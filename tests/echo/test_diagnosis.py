@@ -39,7 +39,7 @@ def diagnosis(load: float, step: float, period: float, variation: float = 0.0) -
             (
                 "Loading is the bottleneck: a batch takes 50 ms to load and 20 ms to train on. First raise num_workers",
                 "a batch can be used 2.50 times",
-                "A loss is reached at most 2.5 times sooner",
+                "Training reaches a loss at most 2.5 times sooner",
             ),
         ),
         (diagnosis(0.050, 0.020, 0.060, variation=0.5), Ready(max_uses=4), ()),
@@ -48,7 +48,7 @@ def diagnosis(load: float, step: float, period: float, variation: float = 0.0) -
             (diagnosis(load, 0.020, 0.021), None, ("Loading is not the bottleneck", "again cannot help."))
             for load in (0.001, 0.020, 0.0215)
         ),
-        (diagnosis(0.015, 0.020, 0.035), None, ("take turns", "at most 1.8 times")),
+        (diagnosis(0.015, 0.020, 0.035), None, ("alternate:", "at most 1.8 times")),
     ],
 )
 def test_times_lead_to_a_plan_and_to_words(
@@ -87,7 +87,7 @@ def test_a_loader_that_does_not_begin_again_is_named(data: Any) -> None:
 
 def test_cheaper_remedies_come_first() -> None:
     found = diagnose(DataLoader(Squares(8), batch_size=4), lambda batch: None, batches=2, skip=0)
-    assert found.advice[0].startswith("load beside the training: num_workers=1")
+    assert found.advice[0].startswith("load while training runs: num_workers=1")
 
 
 @pytest.mark.parametrize("seed", seeds(60))

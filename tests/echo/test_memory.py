@@ -195,7 +195,7 @@ def test_every_use_shows_the_batch_that_was_read_or_a_write_is_noticed(block: in
         state = loader.state_dict()
         resumed = EchoLoader(make(), plan, options=options)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*are read and thrown away")
+            warnings.filterwarnings("ignore", ".*to resume, Stretto reads")
             resumed.load_state_dict(state)
         if state["position"]["in_epoch"] and not noticed:
             more_seen, more_shapes, noticed = used(resumed, None, writes)

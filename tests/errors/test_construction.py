@@ -134,7 +134,7 @@ STRATEGIES_AND_COUNTS: list[Row] = [
         (st.ACCO(first=4), 4, ("ACCO(first=4) with 4", "at least one for the second half")),
         (st.ACCO, 4, ("strategy", "an instance such as ACCO()")),
         ("acco", 4, ("strategy", "an instance such as ACCO()", "'acco'")),
-        (st.ACCO(first=1), st.Clock(), ("ACCO(first=1)", "Clock", "leave out one")),
+        (st.ACCO(first=1), st.Clock(), ("ACCO(first=1)", "Clock", "remove one")),
     )
 ]
 COUNTS: list[Row] = [
@@ -226,12 +226,12 @@ PARTS: list[Row] = [
         (st.DiLoCo, {"interval": 3, "fragments": 4}, "at most one per update of the interval"),
         (
             st.DiLoCo, {"interval": 10, "fragments": 4, "delay": 2},
-            "expected from 0 to 1, because a fragment lands before",
+            "expected from 0 to 1, because a fragment must arrive before",
         ),
         (st.DiLoCo, {"outer_lr": 0.0}, "expected a positive, finite number"),
         (st.DiLoCo, {"outer_momentum": 1.0}, "expected from 0 to below 1"),
         (st.DiLoCo, {"mix": 1.0, "delay": 1}, "expected from 0 to below 1"),
-        (st.DiLoCo, {"keep_progress": True}, "nothing has changed since"),
+        (st.DiLoCo, {"keep_progress": True}, "no step falls between"),
         (strategy_by_name, {"name": "hogwild"}, "'hogwild'", *STRATEGIES),
     )
 ]  # fmt: skip

@@ -66,7 +66,7 @@ def test_a_step_without_backward_is_refused(strategy: str) -> None:
     job.loss()
     with pytest.raises(StepWithoutBackward) as caught:
         job.parallel.count_micro_batch()
-    assert says(caught.value, WHERE, "no gradient has arrived", "run its backward pass", "weight=0")
+    assert says(caught.value, WHERE, "no gradient has arrived", "run the backward pass", "weight=0")
 
 
 def test_a_loss_of_other_parameters_is_a_step_without_backward() -> None:

@@ -48,7 +48,7 @@ HANDS: dict[str, tuple[Hand, type[StrettoError], tuple[str, ...]]] = {
     "a gradient is assigned": (
         lambda job: setattr(first_weight(job), "grad", torch.ones(3, 4)),
         GradientsTouched,
-        ("the gradient of '0.weight' was replaced", "do not assign .grad"),
+        ("the gradient of '0.weight' was replaced", "assign .grad only"),
     ),
     "data is rebound": (lambda job: setattr(first_weight(job), "data", torch.ones(3, 4)), *REBOUND),
     "the model is converted": (lambda job: job.model.to(torch.bfloat16), *REBOUND),

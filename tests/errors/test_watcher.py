@@ -191,7 +191,7 @@ def test_a_host_that_waits_for_its_device_is_released_where_only_an_abort_ends_a
 ) -> None:
     told, _ = run_ranks(2, host_blocked_by_a_device, tmp_path if saves else None)
     assert (
-        "no sign of life for 4 s from ranks [1]; look at what they do, or raise Options(silent_seconds=...)"
+        "no sign of life for 4 s from ranks [1]; look at what these ranks do, or raise Options(silent_seconds=...)"
         in told
     )
 

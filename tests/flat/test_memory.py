@@ -64,7 +64,7 @@ def test_parameters_that_lie_apart_train_as_in_a_plain_loop(name: str) -> None:
 def test_two_parameters_over_the_same_elements_are_refused() -> None:
     one = storage()
     for other in (one, one.view(12, 20), one[100:], one.view(12, 20).t(), one[::3]):
-        with pytest.raises(UnsupportedModel, match="'0' and '1' share memory without being one parameter"):
+        with pytest.raises(UnsupportedModel, match="'0' and '1' share memory and are not one parameter"):
             train(model_of(one, other))
 
 

@@ -121,7 +121,7 @@ def comes_too_late(rank: int) -> str:
 
 def test_who_has_not_come_in_time_is_named() -> None:
     text, _ = run_ranks(2, comes_too_late)
-    assert "ranks [1] of it have not come within 0.5 s" in text
+    assert "its ranks [1] did not come within 0.5 s" in text
 
 
 def waits_beside_one_that_closes(rank: int, moment: str, shares: str) -> str:
@@ -155,7 +155,7 @@ def waits_beside_one_that_closes(rank: int, moment: str, shares: str) -> str:
 @pytest.mark.parametrize("shares", ["the default group, too", "nothing else"])
 @pytest.mark.parametrize("moment", ["before it comes", "once it is there"])
 def test_a_rank_that_closes_what_it_had_is_not_taken_for_dead(moment: str, shares: str) -> None:
-    late = f"ranks [{RANKS - 1}] of it have not come within 2.5 s"
+    late = f"its ranks [{RANKS - 1}] did not come within 2.5 s"
     assert [
         text
         for text in run_ranks(RANKS, waits_beside_one_that_closes, moment, shares)[:-1]

@@ -136,7 +136,7 @@ def test_between_two_ranks_that_both_stand_by_their_gradient_nobody_is_named_alo
     found = trained(st.DDP(), (ALWAYS,), ranks=2, spoil=wrong_from_the_start)
     incidents = found[0].incidents
     assert {incident.ranks for incident in incidents} == {(0, 1)}
-    assert {incident.action for incident in incidents} == {"kept: nobody can say who is right"}
+    assert {incident.action for incident in incidents} == {"kept: no majority shows which rank is right"}
 
 
 def test_as_many_rounds_are_audited_as_the_rate_says() -> None:

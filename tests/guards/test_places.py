@@ -304,4 +304,4 @@ def test_masters_that_differ_between_two_ranks_end_the_job_with_an_error_that_sa
     step = Fault(site="step", rank=STRUCK, instant=2, extent="chunk", chunk_bytes=64, pattern="word")
     error = struck(st.DDP(), step, **TWO_REPLICAS)[0].error
     assert isinstance(error, ReplicasDiverged)
-    assert "A third rank could tell, and AtRest() if nobody" in str(error)
+    assert "A third rank would decide, and so would AtRest() if" in str(error)

@@ -14,7 +14,7 @@ from tests.guards.watched import STRATEGIES, Seen, Trainer, apart
 
 RANKS, STRUCK = 2, 1
 REPLAYED = "mended, this rank's micro-batches of the round replayed"
-LEFT_OUT = "mended, this rank's gradients of the round left out"
+LEFT_OUT = "mended, this rank's gradients of the round skipped"
 
 
 def flip(parameter: Tensor) -> None:

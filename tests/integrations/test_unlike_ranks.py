@@ -72,4 +72,4 @@ def test_both_ranks_name_the_setting_in_which_they_differ(library: str) -> None:
     for found in run_ranks(2, {"lightning": in_lightning, "transformers": in_transformers}[library]):
         for name, told in found:
             assert told.startswith(f"ConfigError: {name}="), (name, told)
-            assert "expected the same on all ranks" in told
+            assert "expected the same value on all ranks" in told

@@ -142,5 +142,5 @@ def test_a_loop_that_calls_backward_of_the_loss_is_told_at_its_second_batch() ->
     model = network()
     parallel = job(model)
     feed = parallel.feed(itertools.cycle(batches()), updates=100)
-    with pytest.raises(GradientsTouched, match=r"or loss\.backward\(\)"):
+    with pytest.raises(GradientsTouched, match=r"or of loss\.backward\(\)"):
         deque(mean_square(model, batch).backward() for batch in feed)

@@ -127,7 +127,7 @@ def test_freezing_in_mid_run_equals_the_plain_loop() -> None:
 def test_unfreezing_what_was_frozen_at_the_start_is_refused() -> None:
     model = network()
     model[0].requires_grad_(False)
-    with pytest.raises(ParametersTouched, match="freeze after that what is to train later"):
+    with pytest.raises(ParametersTouched, match="then freeze the parameters that train later"):
         ours(model, before_batch=lambda index: model[0].requires_grad_(index >= 4))
 
 
@@ -183,7 +183,7 @@ def test_both_ways_to_keep_gradients_apart_are_the_same_where_rounds_overlap() -
 
 
 def test_a_generator_whose_gradients_reach_the_critic_is_told() -> None:
-    with pytest.raises(GradientsTouched, match=r"another job's.*parallel\.discard\(\)"):
+    with pytest.raises(GradientsTouched, match=r"another job .*parallel\.discard\(\)"):
         adversaries("nothing")
 
 

@@ -186,6 +186,8 @@ def test_a_plain_data_loader_is_told_what_stands_in_its_place(tmp_path: Path) ->
         lambda: stretto.checkpoint.load(parallel, tmp_path, loader=loader),
         lambda: stretto.checkpoint.hold(parallel, loader=loader),
     ):
-        with pytest.raises(ConfigError, match="StatefulDataLoader in the place of a DataLoader"):
+        with pytest.raises(
+            ConfigError, match="StatefulDataLoader, which takes the arguments of a DataLoader"
+        ):
             call()
     parallel.finish()

@@ -72,9 +72,7 @@ def test_a_schedule_that_ends_before_the_run_is_told(strategy: stretto.Strategy)
 
 
 def test_a_schedule_that_is_turned_by_hand_too_is_told() -> None:
-    with pytest.raises(
-        UsageError, match=r"stands at 2, and the library has turned it to 1: .*scheduler\.step\(\)"
-    ):
+    with pytest.raises(UsageError, match=r"is at 2, and Stretto had stepped it to 1: .*scheduler\.step\(\)"):
         train(KINDS["LambdaLR"], by_hand=True)
 
 
@@ -130,11 +128,11 @@ def test_any_schedule_is_turned_exactly_once_or_the_first_update_says_that_it_wa
             lambda optimizer: accelerate.scheduler.AcceleratedScheduler(
                 schedulers.StepLR(optimizer, 1), optimizer
             ),
-            r"hand over the scheduler in it, its attribute \.scheduler",
+            r"pass its attribute \.scheduler",
         ),
         (
             transformers.optimization.AdafactorSchedule,
-            "leave scheduler out: Adafactor finds its rates by itself",
+            "omit scheduler=: Adafactor finds its rates without it",
         ),
     ],
 )
@@ -144,7 +142,7 @@ def test_a_schedule_that_cannot_be_turned_is_refused_with_what_to_do(make: Any, 
 
 
 def test_a_schedule_that_hides_what_it_needs_is_told_at_its_first_turn() -> None:
-    with pytest.raises(UsageError, match=r"scheduler\.step\(\) raised TypeError .*turn it in on_update"):
+    with pytest.raises(UsageError, match=r"scheduler\.step\(\) raised TypeError .*step it in on_update"):
         train(lambda optimizer: Wrapped(Asking(optimizer), 1))
 
 

@@ -49,7 +49,7 @@ def test_the_empty_state_of_the_users_optimizer_is_not_given_out() -> None:
     for ask in (lambda optimizer: optimizer.state_dict(), lambda optimizer: optimizer.load_state_dict({})):
         parallel = job(network())
         with pytest.raises(
-            UsageError, match=r"rank 0, after step 0: .*private one.*parallel\.state_dict\(\)"
+            UsageError, match=r"rank 0, after step 0: .*private optimizer.*parallel\.state_dict\(\)"
         ):
             ask(parallel.optimizer)
         parallel.finish()

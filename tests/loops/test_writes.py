@@ -166,7 +166,7 @@ def test_gradients_that_an_autograd_function_writes_count_as_in_a_plain_loop() -
 def test_gradients_that_a_function_writes_without_the_weight_of_a_narrow_loss_are_told() -> None:
     model = Chain([True, False])
     parallel = stretto.DataParallel(model, sgd(model))
-    with pytest.raises(GradientsTouched, match="an autograd function has added to its gradient itself"):
+    with pytest.raises(GradientsTouched, match="an autograd function has added to its gradient directly"):
         parallel.backward(model(torch.ones(2, 3)).bfloat16(), weight=2.0)
 
 
@@ -228,5 +228,5 @@ class Sharded(torch.optim.Optimizer):
 
 def test_an_optimizer_that_shards_is_refused_with_the_one_that_it_shards() -> None:
     model = network()
-    with pytest.raises(UnsupportedOptimizer, match=r"expected the AdamW over all of them, as in AdamW\("):
+    with pytest.raises(UnsupportedOptimizer, match=r"expected the AdamW over all parameters, as in AdamW\("):
         stretto.DataParallel(model, Sharded(list(model.parameters())))

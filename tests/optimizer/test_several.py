@@ -99,7 +99,7 @@ def test_what_only_the_library_does_is_an_error_on_each_of_them() -> None:
             optimizers[index].state_dict()
         job.backward(model(0))
         schedulers[index].step()
-        with pytest.raises(UsageError, match="nobody else to call scheduler"):
+        with pytest.raises(UsageError, match="no other call of scheduler"):
             job.backward(model(0))
 
 

@@ -275,17 +275,17 @@ WHOLE: dict[str, Make] = {
 """By name, from groups; their tensors must stay whole."""
 
 REFUSED: dict[str, tuple[Make, str]] = {
-    "LBFGS": (lambda groups: optim.LBFGS(groups[0]["params"]), "by itself .*closure"),
-    "SparseAdam": (optim.SparseAdam, "by itself .*dense gradients"),
-    "Evaluates": (Evaluates, r"its eval\(\) shows other values"),
+    "LBFGS": (lambda groups: optim.LBFGS(groups[0]["params"]), "alone .*closure"),
+    "SparseAdam": (optim.SparseAdam, "alone .*dense gradients"),
+    "Evaluates": (Evaluates, r"its eval\(\) shows averages"),
     "MeasuresInGroup": (MeasuresInGroup, r"in its parameter groups \(measured\)"),
     "Communicates": (Communicates, "communicates in its step .*all_?reduce.*torch.optim.Muon"),
-    "ClipsByNorm": (ClipsByNorm, r"depends on others.*Options\(clip_norm=...\)"),
+    "ClipsByNorm": (ClipsByNorm, r"depends on other parameters.*Options\(clip_norm=...\)"),
     "CountsOnItself": (CountsOnItself, "outside optimizer.state"),
     "EverySecondStep": (EverySecondStep, "outside optimizer.state"),
     "EveryThirdStep": (EveryThirdStep, "outside optimizer.state"),
     "EveryFifthStep": (EveryFifthStep, "outside optimizer.state"),
-    "CountsForLater": (CountsForLater, r"counts in an attribute of its own \(count\)"),
+    "CountsForLater": (CountsForLater, r"counts in its own attribute \(count\)"),
     "ClipsByValue": (ClipsByValue, r"write into .grad.*p.grad.clamp"),
     "NewStorage": (NewStorage, "another storage"),
     "WritesGradient": (WritesGradient, r"write into .grad.*p.grad.add\(...\)"),

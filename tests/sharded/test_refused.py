@@ -85,12 +85,12 @@ CASES: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
         ("not sharded", "on the whole model"),
     ),
     "columns": (lambda: wrapped(cut_by_columns), ("dimension 1", "shard_placement_fn")),
-    "ranks too": (lambda: wrapped(ranks=[0]), ("leave out ranks",)),
+    "ranks too": (lambda: wrapped(ranks=[0]), ("omit ranks",)),
     "a group of others": (
         lambda: wrapped(group=CollectiveGroup(1, 3)),
         ("a group of 3, whose rank 1", "term.meshes()"),
     ),
-    "audit": (lambda: wrapped(guards=[Audit(rate=0.5)], strategy=ACCO()), ("Audit", "again by itself")),
+    "audit": (lambda: wrapped(guards=[Audit(rate=0.5)], strategy=ACCO()), ("Audit", "repeats")),
     "noise": (lambda: wrapped(options=Options(noise=Noise(0.1))), ("noise",)),
     "ranks per node": (lambda: wrapped(options=Options(ranks_per_node=1)), ("ranks_per_node", "FSDP2")),
     "averages": (lambda: wrapped(strategy=PAFTDyn()), ("paft-dyn",)),
@@ -98,7 +98,7 @@ CASES: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
         lambda: wrapped(strategy=DiLoCo(worker="node"), options=Options(ranks_per_node=1)),
         ("worker='node'",),
     ),
-    "sharded after wrapping": (shard_too_late, ("sharded (fully_shard)",)),
+    "sharded after wrapping": (shard_too_late, ("after fully_shard",)),
     **{
         f"{setting}, {inside=}, {before=}": (
             set_otherwise(setting, value, inside=inside, before=before),

@@ -145,7 +145,7 @@ def test_an_effect_that_no_job_has_a_performer_for_is_named() -> None:
 
 
 def test_averages_of_which_none_would_come_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"rate=0\): expected averages now and then"):
+    with pytest.raises(ConfigError, match=r"rate=0\): expected some averages"):
         LocalSGD(rate=0)
     with pytest.raises(ConfigError, match=r"rate=1.5\): expected averages per update, from 0 to 1"):
         LocalSGD(rate=1.5)

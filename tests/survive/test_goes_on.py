@@ -41,7 +41,7 @@ CASES = {
     ),
 }
 MOST_COLLECTIVES = 200
-CAME_TOO_LATE = "before this process could come in"
+CAME_TOO_LATE = "before this process could join"
 
 
 def test_every_strategy_wire_and_guard_is_among_the_cases() -> None:
@@ -126,7 +126,7 @@ def test_a_job_goes_on_whoever_is_killed_in_whichever_collective(part: int) -> N
 def test_one_that_is_stopped_is_left_out_and_says_so_when_it_wakes() -> None:
     lived: Any = replace(CASES["zero1"], killed=((1, 60),), stopped=(1,))
     found = living(lives(lived), lived)
-    assert "seat 1: the others go on without this process, as seats [0, 2]" in found[1][0]
+    assert "seat 1: the other members continue without this process, as seats [0, 2]" in found[1][0]
     check_terms({rank: told for rank, told in found.items() if rank != 1})
 
 

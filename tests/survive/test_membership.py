@@ -194,7 +194,9 @@ def test_who_comes_too_late_is_left_out() -> None:
     store = dist.PrefixStore("job", dist.HashStore())
     early, late = (Membership(store, rank, 2, 0.2) for rank in range(2))
     assert early.following(Ended(0, [0, 1])) == (1, [0])
-    with pytest.raises(LeftOut, match=r"seat 1: the others go on without this process, as seats \[0\]"):
+    with pytest.raises(
+        LeftOut, match=r"seat 1: the other members continue without this process, as seats \[0\]"
+    ):
         late.following(Ended(0, [0, 1]))
 
 
@@ -226,7 +228,7 @@ def test_where_all_members_are_dead_nobody_waits_to_come_in() -> None:
         come = [Membership(store, rank, 2, 0.2) for rank in (1, 0)]
         for member in come:
             with pytest.raises(
-                LeftOut, match=r"seat [23]: the job ended before this process could come in: no member"
+                LeftOut, match=r"seat [23]: the job ended before this process could join: no member"
             ):
                 member.enter()
 
@@ -257,7 +259,7 @@ def test_where_no_member_gives_signs_any_longer_nobody_waits_to_come_in() -> Non
         store = dist.PrefixStore("job", dist.HashStore())
         on_threads(lambda member: member.enter(), [Membership(store, rank, 2, 0.2) for rank in range(2)])
         come = Comes(store, signs_end_after)
-        with pytest.raises(LeftOut, match="the job ended before this process could come in: no member"):
+        with pytest.raises(LeftOut, match="the job ended before this process could join: no member"):
             come.enter()
         assert come.waited > signs_end_after + 2 * SILENT_SECONDS
 
@@ -291,7 +293,7 @@ def test_one_in_whose_place_another_has_come_is_left_out() -> None:
     assert first.following(Ended(0, [0, 1])) == (1, [0])
     with pytest.raises(LeftOut, match="seat 1: "):
         second.following(Ended(0, [0, 1]))
-    with pytest.raises(LeftOut, match="another process has come in its place"):
+    with pytest.raises(LeftOut, match="another process has replaced it"):
         second.following(Ended(1, [1]))
 
 

@@ -146,7 +146,7 @@ def test_a_run_whose_worker_is_killed_goes_on_to_its_end(
     assert evaluated == [0, 4, 8, 12, 16, 20, 24, 28, 30]
     printed = capfd.readouterr().out
     assert (
-        f"worker {victim} is lost (the process was killed by SIGKILL): 2 go on; worker 3 is started in its place"
+        f"worker {victim} is lost (the process was killed by SIGKILL): 2 continue; worker 3 replaces it"
         in printed
     )
 
@@ -191,9 +191,7 @@ def test_where_no_node_is_whole_any_more_the_run_ends_and_says_so(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = dataclasses.replace(mortal(workers=2, ranks_per_node=2), restarts=0)
-    with pytest.raises(
-        WorkerFailed, match=r"no worker has come to the end: .* no whole node; .* stretto resume"
-    ):
+    with pytest.raises(WorkerFailed, match=r"no worker reached the end: .* no whole node; .* stretto resume"):
         train(LocalRanks(2), run, shows_progress=False)
 
 
@@ -209,8 +207,8 @@ def test_a_worker_that_guards_name_is_left_out_and_not_replaced(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert train(LocalRanks(3), mortal(Named), shows_progress=False).updates == 30
-    assert "worker 1 is left out (" in (printed := capfd.readouterr().out)
-    assert "is started in its place" not in printed
+    assert "worker 1 is removed (" in (printed := capfd.readouterr().out)
+    assert "replaces it" not in printed
     ranks = [len(record["micro_batches"]) for record in read_json_lines(Path("run/updates.jsonl"))]
     assert ranks[-1] == 2
     (line,) = read_json_lines(Path("run/quarantine.jsonl"))
@@ -221,7 +219,7 @@ def test_a_worker_that_guards_name_is_left_out_and_not_replaced(
 def test_what_needs_all_ranks_is_refused_with_the_reason() -> None:
     with pytest.raises(
         ConfigError,
-        match="survive does not go with faults and noise: ranks are named there, and those that go on are",
+        match="survive does not work with faults and noise, which name ranks",
     ):
         RunConfig(
             task=Tiny(), survive=True, faults=(Fault(site="masters", rank=0),), noise=st.Noise(0.1, rank=1)
@@ -315,7 +313,7 @@ def test_one_that_is_told_to_leave_does_so_with_all_it_has_done() -> None:
     """No state was due: it is kept because of the signal, in all processes after the same update."""
     store = host_store("127.0.0.1", 0)
     (first, _, how), (left, at, why), (third, *_) = run_ranks(3, leaves_with_notice, store.port, backend=None)
-    assert (how, why) == ("", "seat 1: this process has left, as it was asked to, before term 1")
+    assert (how, why) == ("", "seat 1: this process left before term 1, on the signal that it received")
     assert left == [(0, 3, 0)]
     assert first == third == [(0, 3, 0), (1, 2, at)]
     assert at >= 6

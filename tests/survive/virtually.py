@@ -254,7 +254,7 @@ class VirtualMembership:
             if self.seat in seats:
                 return number, seats
             if number >= 0 and not seats:
-                raise LeftOut(f"seat {self.seat}: the job ended before this process could come in")
+                raise LeftOut(f"seat {self.seat}: the job ended before this process could join")
             survival.wait()
 
     def following(self, ended: Ended) -> tuple[int, Sequence[int]]:
@@ -288,7 +288,9 @@ class VirtualMembership:
     def _listed(self, number: int) -> tuple[int, Sequence[int]]:
         seats = self._survival.lists[number]
         if seats and self.seat not in seats:
-            raise LeftOut(f"seat {self.seat}: the others go on without this process, as seats {list(seats)}")
+            raise LeftOut(
+                f"seat {self.seat}: the other members continue without this process, as seats {list(seats)}"
+            )
         return number, seats
 
     def group(self, number: int, seats: Sequence[int]) -> "VirtualLeavable":

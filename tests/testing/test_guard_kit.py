@@ -134,7 +134,7 @@ BROKEN = [
     (OnlySaysThatItMends, "masters damaged after update 2 in zero1, rank 1 of 3, repaired, on rank 0"),
     (CriesWolf, "a clean zero1, rank 0 of 3: expected no incident, found"),
     (ClearsState, "a clean zero1, rank 0 of 3, with guards"),
-    (Remembers, "made again, pickled"),
+    (Remembers, "after pickling"),
 ]
 
 

@@ -98,7 +98,7 @@ def test_micro_batches_of_an_arm_replace_the_clock_of_the_job() -> None:
         ("acco:lr=", ConfigError, "lr=''"),
         ("local:state=yes", ConfigError, "expected on or off"),
         ("local:_pace=1", UnknownName, "max_gap"),
-        ("average:4:every=8", ConfigError, "leave out one"),
+        ("average:4:every=8", ConfigError, "remove the other"),
         ("average:0", ConfigError, "at least 1 update"),
         ("average:4:fragments=5", ConfigError, "fragments=5, every=4"),
         ("average:4:delay=2", ConfigError, "from 0 to 1"),

@@ -68,12 +68,12 @@ CANNOT_RUN: list[tuple[int, dict[str, Any], str]] = [
     (
         2,
         {"samples": 90, "strategy": "local:rate=0.5", "echo": "ready"},
-        "ranks that step alone do not hear",
+        "ranks that step alone do not know",
     ),
     (
         2,
         {"samples": 90, "strategy": "local:rate=0.5", "echo": "even", "nonfinite": "skip"},
-        "ranks that step alone do not hear",
+        "ranks that step alone do not know",
     ),
     (
         2,
@@ -92,18 +92,18 @@ CANNOT_RUN: list[tuple[int, dict[str, Any], str]] = [
     (2, {"slow_loader": "3,burn"}, "cannot read the slow loader"),
     (4, {"shard": 3}, "shard=3: expected a divisor of the 4 ranks"),
     (4, {"shard": 2, "strategy": "torch-ddp"}, "strategy='torch-ddp', a stock method"),
-    (4, {"shard": 2, "link": "10mbit"}, "link='10mbit', which would slow down the inside of nodes too"),
+    (4, {"shard": 2, "link": "10mbit"}, "link='10mbit', which would slow links inside nodes too"),
     (4, {"shard": 2, "ranks_per_node": 2}, "ranks_per_node, whose ranks FSDP2 has already"),
     (4, {"shard": 2, "noise": Noise(0.1)}, "noise"),
     (
         2,
         {"noise": Noise(0.1), "strategy": "torch-local-sgd"},
-        "torch-local-sgd: noise hits our own strategies only",
+        "torch-local-sgd: noise hits strategies of the library only",
     ),
     (2, {"slow": {2: 3.0}}, "slow names rank 2; the run has ranks 0 to 1"),
     (2, {"slow": {1: 0.5}}, "expected a factor of at least 1"),
     (2, {"slow": {1: float("nan")}}, "expected a factor of at least 1"),
-    (2, {"slow": {1: 3.0}, "strategy": "torch-ddp"}, "a stock method tells nobody of its micro-batches"),
+    (2, {"slow": {1: 3.0}, "strategy": "torch-ddp"}, "a stock method does not report its micro-batches"),
 ]
 
 

@@ -51,7 +51,7 @@ def test_what_a_run_may_begin_in_and_go_on_in() -> None:
     (folder / "slurm.out").write_text("a log of the launcher")
     prepare_run_folder(tiny_run(str(folder), resume=True))
     (folder / "model.pt").symlink_to("/etc/hostname")
-    with pytest.raises(ConfigError, match=r"model\.pt is not what a run has written"):
+    with pytest.raises(ConfigError, match=r"model\.pt is not from a run"):
         prepare_run_folder(tiny_run(str(folder), resume=True))
     with pytest.raises(ConfigError, match="cannot be the folder of a run: Not a directory"):
         prepare_run_folder(tiny_run(str(folder / "slurm.out")))

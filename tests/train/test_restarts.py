@@ -66,7 +66,7 @@ def test_a_run_without_the_bad_rank_is_the_one_continued_by_hand(
     (record,) = quarantine("run")
     assert (record["error"], record["named"], record["left_out"]) == (error.__name__, [1], [1])
     assert (record["world_size"], record["goes_on_with"]) == (3, 2)
-    assert f"going on from {record['checkpoint']} without rank 1: 2 of 3 workers, 2 more restarts" in told
+    assert f"resuming from {record['checkpoint']} without rank 1: 2 of 3 workers, 2 more restarts" in told
 
     # By hand: a run that nobody damages, and two ranks that go on from its checkpoint of that update.
     train(dataclasses.replace(run, run_dir="whole", faults=()), world_size=3)
@@ -113,7 +113,7 @@ def test_where_nobody_can_be_named_the_same_ranks_go_on() -> None:
     once = Fault(site="step", rank=1, instant=6, extent="all")
     run = struck("run", 2, strategy="ddp", guards=("replica",), faults=(once,))
     told = persist(run)
-    assert "going on from 000003-step-6, with the same ranks: 2 of 2 workers, 2 more restarts" in told
+    assert "resuming from 000003-step-6, with the same ranks: 2 of 2 workers, 2 more restarts" in told
     assert [one["error"] for one in quarantine("run")] == ["ReplicasDiverged"]
     train(dataclasses.replace(run, run_dir="clean", faults=()))
     assert model_bits("run") == model_bits("clean")

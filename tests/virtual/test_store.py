@@ -295,5 +295,5 @@ def test_a_pass_that_was_closed_says_so() -> None:
         next(iter(loader))
         next(first)
 
-    with pytest.raises(errors.OutOfTurn, match="has been closed"):
+    with pytest.raises(errors.OutOfTurn, match="over the loader is closed"):
         alone(program)

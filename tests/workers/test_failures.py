@@ -56,11 +56,11 @@ def outcomes(ending: str) -> list[Outcome]:
     [
         ("death", "PeerFailed", "rank 3 died or closed its connection"),
         ("error", "PeerFailed", "rank 3, after step 2: ValueError: column 'text' is missing"),
-        ("silence", "PeerSilent", "no answer for 3 s from ranks [3]; look at what they do"),
+        ("silence", "PeerSilent", "no answer for 3 s from ranks [3]; look at what these ranks do"),
         (
             "silence beside a busy node",
             "PeerSilent",
-            "no answer for 3 s from ranks [3]; look at what they do",
+            "no answer for 3 s from ranks [3]; look at what these ranks do",
         ),
     ],
 )

@@ -159,8 +159,8 @@ class DriftingReplica(Replica):
         finite = np.flatnonzero(conditions["is_finite"]).tolist()
         if not finite:
             raise NonFinite(
-                f"{where}: no replica is finite any more: expected one at least, whose values the others could take; "
-                "go on from the last checkpoint, and average more often or lower the learning rate"
+                f"{where}: no replica is finite: expected at least one finite replica, which the others could "
+                "copy; resume from the last checkpoint, and average more often or lower the learning rate"
             )
         before = [] if probe is None else probe.at(self.sharded.masters)
         if not _alike(conditions) or len(finite) < len(conditions):
@@ -169,8 +169,8 @@ class DriftingReplica(Replica):
             )
             if not _are_finite(self.sharded.masters):
                 raise StateCorrupt(
-                    f"{where}: the average of finite replicas is not finite: damaged on its way; "
-                    "Options(verified=True) sends again what is damaged",
+                    f"{where}: the average of finite replicas is not finite: the exchange damaged it; "
+                    "Options(verified=True) sends damaged values again",
                     ranks=[self.exchange.rank],
                 )
         divergence = None if probe is None else self._divergence(probe, conditions, before)

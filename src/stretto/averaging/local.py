@@ -271,10 +271,10 @@ class LocalReplica(Replica):
         if len(planned) > 1 or (planned and max(rounds) > max(planned)):
             found = ", ".join(map(_whereabouts, range(len(rounds)), rounds, is_without_data))
             raise RanksDisagree(
-                f"rank {self.rank}, after step {own.step}: expected all ranks to average, or to settle or save, in the "
-                f"same round, found that {found}: a rate that is a function must give the same on all ranks and depend "
-                "on nothing but the round's index; settle and save at updates to which all ranks come: up to the "
-                "last one of the rank with the least data, and those with gap 0"
+                f"rank {self.rank}, after step {own.step}: expected all ranks to average, settle or save in "
+                f"the same round, found that {found}: if the rate is a function, it must return the same on "
+                "all ranks and depend on the round's index alone; settle and save only at updates that every "
+                "rank reaches, up to the last update of the rank with the least data, or with gap 0"
             )
         return report
 

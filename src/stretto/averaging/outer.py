@@ -118,7 +118,7 @@ class Fragment:
         """
         step = launch.outer
         if step is None:
-            raise TypeError("a fragment leaves for an outer step: expected Launch(outer=OuterStep(...))")
+            raise TypeError("a fragment is sent for an outer step: expected Launch(outer=OuterStep(...))")
         self.exchange.begin_round(self._trips)
         self._trips += 1
         feedback = self.exchange.feedback

@@ -271,7 +271,7 @@ def _shares_in(path: Path, ranks: Ranks) -> tuple[Path, list[Held]]:
     def opened() -> Manifest:
         if not found.is_dir():
             raise CheckpointError(
-                f"{found}, found by rank 0, is not there: expected a file system that all share"
+                f"rank 0 finds {found}, and this rank does not: expected a file system that all ranks share"
             )
         manifest = Manifest.read(found)
         if ranks.rank == 0:
@@ -302,8 +302,8 @@ def _notes(parallel: DataParallel, saved: Holding, state: State) -> Iterator[str
     kinds = {name.partition(".")[0] for name in saved.names}
     if kinds & {"owed", "debts"} and parallel.job.exchange.feedback is None:
         yield (
-            f"saved on a wire that keeps rounding errors, continued on {parallel.options.wire} under "
-            f"{parallel.strategy.name}: the errors that ranks had yet to send are dropped"
+            f"saved on a wire that keeps rounding errors, resumed on {parallel.options.wire} under "
+            f"{parallel.strategy.name}: errors that ranks had not sent yet are dropped"
         )
     dropped = [words for part, words in _AHEAD.items() if part in kinds and part not in state]
     if dropped:
@@ -334,17 +334,19 @@ def _notes_of_pass(place: Mapping[str, Any], names: set[str], *, goes_on: bool) 
     if is_over:
         if goes_on:
             yield (
-                "saved after the last batch of a pass: the first feed() is its rest, without a batch; a loop that "
-                "counts its epochs by the step begins with the epoch before (restored.is_pass_over)"
+                "saved after the last batch of a pass: the first feed() ends that pass and gives no batch; "
+                "if your loop computes its epoch from the step, begin with the epoch before "
+                "(restored.is_pass_over)"
             )
     elif not goes_on:
         yield (
-            f"saved after {place['position']} batches of a pass, and continued without its loader's state: the first "
-            "feed() begins a pass anew; give loader= to save and load"
+            f"saved after {place['position']} batches of a pass, and resumed without the state of its loader: "
+            "the first feed() begins a new pass; pass loader= to save and load"
         )
     if num_out := place.get("num_out", 0):
         yield (
-            f"saved by a loop that had asked for {num_out} batches ahead: they were not counted, and do not come again"
+            f"saved by a loop that had asked for {num_out} batches ahead: no update counted them, and feed() "
+            "does not repeat them"
         )
 
 

@@ -122,6 +122,6 @@ class Ranks:
             return json.loads(record)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(
-                f"{self._where}: what rank {rank} says about a checkpoint cannot be read ({error}): expected JSON; do "
-                "all ranks run the same release?"
+                f"{self._where}: the report of rank {rank} about a checkpoint cannot be read ({error}): "
+                "expected JSON; do all ranks run the same release?"
             ) from error

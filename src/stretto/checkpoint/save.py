@@ -146,7 +146,8 @@ class _Writing:
         """Write this rank's share, and compare what lies in the file with what the job had."""
         if not self._folder.is_dir():
             raise CheckpointError(
-                f"{self._folder}, made by rank 0, is not there: expected a file system that all share"
+                f"rank 0 has made {self._folder}, and this rank does not find it: expected a file system that "
+                "all ranks share"
             )
         path = share_of(self._folder, self._rank)
         with writing_to(path):
@@ -160,7 +161,8 @@ class _Writing:
             read_share(content, str(path), self._share[1])
         except TornCheckpoint as error:
             raise CheckpointError(
-                f"a value changed on its way from the job to the file: {error}; save again, and test this rank's memory"
+                f"a value changed between the job and the file: {error}; save again, and test the memory of "
+                "this rank"
             ) from error
         return self._share
 

@@ -62,9 +62,9 @@ def check_unfed(micro_batches: int | None, where: object) -> None:
             else f", or EchoLoader(options=EchoOptions(micro_batches={micro_batches}))"
         )
         raise ConfigError(
-            f"{where}: an EchoLoader outside feed takes {min(told)} batch{'es' * (min(told) > 1)} for an update, which "
-            f"has {micro_batches or 'an unknown number'} here, so echoes would bring the same gradients again: "
-            f"expected `for batch in parallel.feed(loader)`{way}"
+            f"{where}: outside feed, an EchoLoader takes {min(told)} batch{'es' * (min(told) > 1)} for an "
+            f"update, which has {micro_batches or 'an unknown number'} here, so an echo would repeat the same "
+            f"gradients: expected `for batch in parallel.feed(loader)`{way}"
         )
 
 
@@ -77,7 +77,8 @@ def check_iterable(loader: object, call: str) -> None:
     is_iterable = hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")
     if not is_iterable or getattr(loader, "shape", None) == ():  # a tensor of one number says that it can
         raise ConfigError(
-            f"{call}({type(loader).__name__}): expected an iterable of batches; of a function, what it returns"
+            f"{call}({type(loader).__name__}): expected an iterable of batches; if this is a function, pass "
+            "its result"
         )
 
 
@@ -344,8 +345,8 @@ class EchoLoader(Generic[Batch]):
         fetched = self._draws.take(reader)
         if fetched.has_ended:
             raise ConfigError(
-                "the data ended before the place where the state was saved: expected a loader that gives the same "
-                "batches again"
+                "the data ended before the position of the saved state: expected a loader that gives the "
+                "same batches again"
             )
         return fetched
 

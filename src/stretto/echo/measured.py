@@ -202,27 +202,28 @@ class Diagnosis:
         text = self._verdict
         if self.is_disturbed:
             text += (
-                " But the loop took less time than its parts alone: other work has disturbed the measurement. Repeat "
-                "it on a quiet machine."
+                " But the loop took less time than its parts alone, so other work disturbed the measurement. "
+                "Repeat it on a quiet machine."
             )
         return text
 
     @property
     def _verdict(self) -> str:
         facts = f"a batch takes {_ms(self.load_seconds)} to load and {_ms(self.step_seconds)} to train on."
-        first = f"First {self.advice[0]}" if self.advice else "Nothing cheaper is left to try"
+        first = f"First {self.advice[0]}" if self.advice else "No cheaper remedy remains"
         if self.is_input_bound:
             most = min(self.free_uses, USES_MAX)
             return (
-                f"Loading is the bottleneck: {facts} {first}. Then use batches again with {self.plan}: while the next "
-                f"one is loaded, a batch can be used {self.free_uses:.2f} times. A loss is reached at most {most:.1f} "
-                "times sooner, in practice less, because a batch teaches less when it is used again."
+                f"Loading is the bottleneck: {facts} {first}. Then use batches again with {self.plan}: while "
+                f"the loader reads the next batch, a batch can be used {self.free_uses:.2f} times. Training "
+                f"reaches a loss at most {most:.1f} times sooner; in practice less, because a batch teaches "
+                "less when it is used again."
             )
         if self.waits:
             gain = self.period_seconds / max(self.step_seconds, self.load_seconds)
             return (
-                f"Loading and training take turns: {facts} {first}: a loss is then reached at most {gain:.1f} times "
-                "sooner. To use batches again cannot help."
+                f"Loading and training alternate: {facts} {first}: a loss is then reached at most {gain:.1f} "
+                "times sooner. To use batches again cannot help."
             )
         return f"Loading is not the bottleneck: {facts} To use batches again cannot help."
 
@@ -369,7 +370,7 @@ def _advice(loader: Any) -> Iterator[str]:
     if workers is None:
         yield "read ahead in the background (EchoLoader(loader, Even(1)) does), with more workers if it decodes"
     elif workers == 0:
-        yield f"load beside the training: num_workers=1 or more, of {cores} cores"
+        yield f"load while training runs: num_workers=1 or more, of {cores} cores"
     elif workers < cores:
         yield f"raise num_workers from {workers} towards the {cores} cores"
     if workers and not getattr(loader, "persistent_workers", True):

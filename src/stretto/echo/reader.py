@@ -33,7 +33,7 @@ WAKE_SECONDS = 0.1
 a signal. It may arrive while the reading thread runs, but only the main thread can handle it. Also how long `close`
 waits for a read to end in good order."""
 
-CLOSED = "this pass over the loader has been closed: by close(), or because another iterator was begun"
+CLOSED = "this pass over the loader is closed, by close() or because another iterator began"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,7 +168,7 @@ class ThreadReader(Reader):
             self._ready.get()
         self._last = None
         self._permits.put(None)
-        self._ready.put(OutOfTurn("this pass over the loader was closed while a batch was waited for"))
+        self._ready.put(OutOfTurn("this pass over the loader was closed while it waited for a batch"))
         # While the interpreter ends, daemon threads do not run any more; and garbage may be collected on the thread.
         if self._thread in (None, threading.current_thread()) or sys.is_finalizing():
             return

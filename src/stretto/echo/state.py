@@ -160,7 +160,7 @@ def restore_loader(loader: Any, state: dict[str, Any], resume: Resume) -> Resump
     skip = max(0, skip - len(held))
     if skip > 0:
         warnings.warn(
-            f"{type(loader).__name__} has no state_dict: to continue, {skip} batches are read and thrown away",
+            f"{type(loader).__name__} has no state_dict: to resume, Stretto reads {skip} batches and drops them",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -103,8 +103,8 @@ def _take_from_rank_0(exchange: Exchange, tensor: Tensor) -> None:
             return
     if tensor.numel():
         raise TransferCorrupt(
-            f"rank {exchange.rank}, before step 1: rank 0's starting values arrived damaged {_BROADCASTS} times on "
-            "some rank: expected the digest that rank 0 has; look at its links"
+            f"rank {exchange.rank}, before step 1: the starting values of rank 0 arrived damaged "
+            f"{_BROADCASTS} times on some rank: expected the digest of rank 0; check the links of rank 0"
         )
 
 

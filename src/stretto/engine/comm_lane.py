@@ -114,7 +114,8 @@ class CommLane:
             if type(effect) not in self._performers:
                 raise ConfigError(
                     f"strategy {self.strategy.name} asks for {type(effect).__name__} in update "
-                    f"{self.progress.step + 1}: expected an effect of its first updates, by which the job was made"
+                    f"{self.progress.step + 1}: expected an effect of its first updates, from which the job "
+                    "planned its buffers"
                 )
             try:
                 answer = self._performers[type(effect)](effect, flight)

@@ -413,7 +413,7 @@ class ComputeLane:
         """Wait for the round in flight, install what it brought, and return the update it committed."""
         landing, self._landing = self.wait_for_lane(), None
         if landing is None:
-            raise OutOfTurn(f"{self.where}: landing without take-off")
+            raise OutOfTurn(f"{self.where}: a round ends that has not begun; please report it")
         for listener in self.model.listeners:
             listener.landing_begins()
         self.model.show(landing.buffer.views, landing.shown)

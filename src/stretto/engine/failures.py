@@ -131,7 +131,9 @@ class FailureDetector:
             try:
                 if self._completes(work, self._patience):
                     if self._watcher.has_aborted:  # NCCL calls complete what an abort has cut off
-                        raise CommunicationError("the group was aborted, because another rank is gone")
+                        raise CommunicationError(
+                            "the group was aborted, because another rank has died or left"
+                        )
                     self._completed.append(work)
                     return
             except (PeerFailed, NoWayOn):  # a group that sees all ranks has found the cause by itself
@@ -205,7 +207,8 @@ class Lifetime:
         """
         if self._ended_because is not None:
             raise Finished(
-                f"{self.failures.where}: the job has ended ({self._ended_because}); make a new DataParallel to go on"
+                f"{self.failures.where}: the job has ended ({self._ended_because}); make a new DataParallel "
+                "to train further"
             )
         try:
             yield

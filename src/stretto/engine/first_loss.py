@@ -32,13 +32,14 @@ def check_first_loss(loss: Tensor, where: object) -> None:
     factors = [float(factor) for node in nodes[:NEAREST] for factor in _factors(node)]
     if factors and (scale := next((scale for scale in _scales() if scale in factors), None)):
         raise UsageError(
-            f"{where}: a GradScaler has multiplied the loss by {scale}, and nothing divides the gradients by it again: "
-            "remove the GradScaler, and use bfloat16 in the place of float16: it needs none"
+            f"{where}: a GradScaler has multiplied the loss by {scale}, and Stretto does not divide the "
+            "gradients by it: remove the GradScaler, and use bfloat16, which needs no scaling, instead of "
+            "float16"
         )
     if any(place.dtype is torch.float16 for node in nodes for place in getattr(node, "_input_metadata", ())):
         _log.warning(
-            "%s: the loss is computed in float16, where small gradients become zero without loss scaling, which is not "
-            "supported: use bfloat16",
+            "%s: the loss is computed in float16, where small gradients become zero without loss scaling; "
+            "Stretto has no loss scaling: use bfloat16",
             where,
         )
 

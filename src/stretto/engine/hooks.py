@@ -111,9 +111,9 @@ class Hooks:
                 self._user.check_values(where)
             if self._user.shown == "estimate":
                 raise EstimateShown(
-                    f"{where}: state_dict(), a copy or a pickle of the model (or of a part of it) while it shows an "
-                    "estimate: expected the committed parameters; do it inside `with parallel.settled():`, or after "
-                    "finish()"
+                    f"{where}: state_dict(), a copy or a pickle of the model (or of a part of it) while it "
+                    "shows an estimate: expected the committed parameters; copy it inside `with "
+                    "parallel.settled():`, or after finish()"
                 )
 
         # A scripted module takes no hooks: its backward pass brings a take-off, and its own state_dict() is not seen.

@@ -146,7 +146,7 @@ class Inquiry:
                 kind, f"{reason}, though every rank is there and waits: {_differing(waits)}", []
             )
         if kind is PeerSilent:
-            advice = "look at what they do, or raise Options(timeout_seconds=...)"
+            advice = "look at what these ranks do, or raise Options(timeout_seconds=...)"
             return self._found(kind, f"{reason} from ranks {missing}; {advice}", missing)
         quiet = [rank for rank in missing if rank in beats and watcher.beats.get(rank) == beats[rank]]
         return self._found(kind, _died(quiet or missing, reason), quiet or missing)
@@ -191,8 +191,8 @@ class Inquiry:
 
     def _no_sign(self, of_whom: str) -> str:
         return (
-            f"no sign of life for {self._watcher.silent_seconds:g} s {of_whom}; look at what they do, or raise "
-            "Options(silent_seconds=...)"
+            f"no sign of life for {self._watcher.silent_seconds:g} s {of_whom}; look at what these ranks do, "
+            "or raise Options(silent_seconds=...)"
         )
 
     @property

@@ -28,7 +28,7 @@ def check_messages(model: nn.Module, strategy: Strategy, group: dist.ProcessGrou
     if may_wait_again(group, next(model.parameters()).device):
         return
     raise UnsupportedModel(
-        f"model: expected no SyncBatchNorm under {strategy}, which exchanges beside forward passes, found "
-        f"{sending[0]!r}: over NCCL the messages of both may wait for each other; take BatchNorm, or a strategy "
-        "that does not overlap, as ZeRO1()"
+        f"model: expected no SyncBatchNorm under {strategy}, which exchanges during forward passes, found "
+        f"{sending[0]!r}: over NCCL the messages of both may wait for each other; use BatchNorm, or a "
+        "strategy without overlap, such as ZeRO1()"
     )

@@ -28,10 +28,10 @@ def no_loss(loss: object, where: object) -> UsageError:
     """No backward pass can begin at this."""
     if isinstance(loss, Tensor) and loss.is_floating_point() and loss.numel() == 1:
         return UsageError(
-            f"{where}: the loss depends on no parameter that requires a gradient: expected one computed by the model "
-            "outside torch.no_grad(), and not detached"
+            f"{where}: the loss depends on no parameter that requires a gradient: expected a loss that the "
+            "model computes outside torch.no_grad(), not a detached one"
         )
-    found, remedy = f"a {type(loss).__name__}", "hand over the tensor alone, such as output.loss"
+    found, remedy = f"a {type(loss).__name__}", "pass the tensor alone, such as output.loss"
     if isinstance(loss, Tensor):
         found, remedy = f"shape {tuple(loss.shape)} and dtype {loss.dtype}", "reduce it with .mean()"
     return LossNotScalar(f"{where}: expected a loss of one floating-point element, found {found}: {remedy}")
@@ -164,8 +164,9 @@ def check_step(error: Exception, effect: Effect, settings: Hyperparameters, wher
         return
     groups = [", ".join(f"{name}={shown(value)}" for name, value in group.items()) for group in settings]
     raise UsageError(
-        f"{where}: step() of the optimizer raised {type(error).__name__} ({' '.join(str(error).split())}): expected "
-        f"settings that it can step with, found {'; '.join(groups)}: look at what was set in its param_groups"
+        f"{where}: step() of the optimizer raised {type(error).__name__} ({' '.join(str(error).split())}): "
+        f"expected settings with which it can step, found {'; '.join(groups)}: look at the settings of its "
+        "param_groups"
     ) from error
 
 
@@ -177,8 +178,8 @@ def check_graph(error: RuntimeError, where: object) -> None:
     """
     if "modified by an inplace operation" in str(error):
         raise UsageError(
-            f"{where}: what the loss was computed from has been written since: expected a forward pass and then its "
-            "backward pass, with no settled(), update or write between them; PyTorch says: "
+            f"{where}: a tensor from which the loss was computed has been written since: expected a forward "
+            "pass and then its backward pass, with no settled(), update or write between them; PyTorch says: "
             + " ".join(str(error).split())
         ) from error
 
@@ -186,8 +187,8 @@ def check_graph(error: RuntimeError, where: object) -> None:
 def no_gradient(where: object) -> StepWithoutBackward:
     """A micro-batch is counted whose gradient has not come."""
     return StepWithoutBackward(
-        f"{where}: no gradient has arrived since the last micro-batch was counted: run its backward pass first, or "
-        "count it with weight=0 to contribute nothing"
+        f"{where}: no gradient has arrived since the last micro-batch was counted: run the backward pass "
+        "first, or count the micro-batch with weight=0 so that it adds nothing"
     )
 
 
@@ -199,24 +200,25 @@ def autocast_to_float16(where: object) -> UsageError:
 def gradients_written(where: object) -> GradientsTouched:
     """Accumulated gradients are not what backward passes have left."""
     return GradientsTouched(
-        f"{where}: the accumulated gradients were changed outside backward, by clipping, scaling or zeroing; clip with "
-        "Options(clip_norm=...), weigh with backward(loss, weight)"
+        f"{where}: the accumulated gradients were changed outside backward, by clipping, scaling or zeroing: "
+        "clip with Options(clip_norm=...), and weigh with backward(loss, weight)"
     )
 
 
 def gradient_replaced(name: str, where: object) -> GradientsTouched:
     """A parameter has another `.grad` than the one in which gradients accumulate."""
     return GradientsTouched(
-        f"{where}: the gradient of {name!r} was replaced; leave out zero_grad() (gradients are zeroed at take-off), do "
-        "not assign .grad but before parallel.count_micro_batch(), and call backward without create_graph=True"
+        f"{where}: the gradient of {name!r} was replaced: remove zero_grad(), because Stretto zeroes "
+        "gradients when it sends them; assign .grad only before parallel.count_micro_batch(), and call "
+        "backward without create_graph=True"
     )
 
 
 def others_gradients(names: Sequence[str], where: object) -> GradientsTouched:
     """Gradients of a backward pass that the job has not run are neither counted nor dropped."""
     return GradientsTouched(
-        f"{where}: {len(names)} parameters, {names[0]!r} among them, hold gradients of a backward pass that was not "
-        "this job's (another job's, or loss.backward()): drop them with parallel.discard(), or count them with "
+        f"{where}: {len(names)} parameters, {names[0]!r} among them, hold gradients of a backward pass of "
+        "another job or of loss.backward(): drop them with parallel.discard(), or count them with "
         "parallel.count_micro_batch()"
     )
 
@@ -224,34 +226,38 @@ def others_gradients(names: Sequence[str], where: object) -> GradientsTouched:
 def added_without_weight(name: str, weight: float) -> GradientsTouched:
     """A gradient has passed by the hook that gives it its weight."""
     return GradientsTouched(
-        f"{name!r}: an autograd function has added to its gradient itself, without the weight {weight} that a loss or "
-        "model of 16 bits is given later: use weight=1.0, or return the gradient from the function"
+        f"{name!r}: an autograd function has added to its gradient directly, without the weight {weight} that "
+        "Stretto applies later to a loss or model of 16 bits: use weight=1.0, or return the gradient from "
+        "the function"
     )
 
 
 def estimate_left(where: object) -> EstimateShown:
     """A job has ended by an error, or was dropped, while the model showed an estimate."""
     return EstimateShown(
-        f"{where}: the model shows an estimate of a job that has ended by an error or was dropped: expected committed "
-        "parameters; load a checkpoint into a new DataParallel, or weights into the model"
+        f"{where}: the model shows an estimate of a job that ended with an error or was dropped: expected "
+        "committed parameters; load a checkpoint into a new DataParallel, or weights into the model"
     )
 
 
 DIALECTS = {
     "forward": "call the model itself, model(batch)",
-    "module": "the model is bare",
-    "step": "leave it out: parallel.backward(loss) steps after micro_batches of them, parallel.commit() earlier",
-    "zero_grad": "leave it out: the library sets gradients to zero",
-    "no_sync": "leave it out, with DataParallel(micro_batches=...)",
-    "join": "leave it out: feed(loader, until='all') counts every batch of every rank",
+    "module": "remove it: Stretto does not wrap the model",
+    "step": (
+        "remove it: parallel.backward(loss) steps after micro_batches micro-batches, and parallel.commit() "
+        "earlier"
+    ),
+    "zero_grad": "remove it: Stretto sets gradients to zero",
+    "no_sync": "remove it, and set DataParallel(micro_batches=...)",
+    "join": "remove it: feed(loader, until='all') counts every batch of every rank",
     "train": "call model.train()",
     "eval": "call model.eval(), or parallel.evaluate(function)",
     "parameters": "call model.parameters()",
-    "to": "bring the model to its device and dtype before it is wrapped",
-    "clip_grad_norm_": "leave it out, with Options(clip_norm=...)",
+    "to": "move the model to its device and dtype before wrapping",
+    "clip_grad_norm_": "remove it, and set Options(clip_norm=...)",
     "save_checkpoint": "call stretto.checkpoint.save(parallel, folder)",
     "load_checkpoint": "call stretto.checkpoint.load(parallel, folder)",
-    "prepare": "leave it out: hand the bare model, optimizer and scheduler to DataParallel",
+    "prepare": "remove it: pass the bare model, optimizer and scheduler to DataParallel",
 }
 """What to write for what the wrappers of DDP, Accelerate and DeepSpeed have."""
 
@@ -268,50 +274,50 @@ def of_another_wrapper(name: str, where: object) -> OfAnotherWrapper:
 def optimizer_state_read(where: object) -> UsageError:
     """The state of an optimizer is asked for, or to be loaded, which is not there."""
     return UsageError(
-        f"{where}: the state of this optimizer is empty during the job, because a private one is stepped in "
-        "its place: expected parallel.state_dict() and load_state_dict(), or checkpoint.save and load"
+        f"{where}: the state of this optimizer is empty during the job, because Stretto steps a private "
+        "optimizer instead: expected parallel.state_dict() and load_state_dict(), or checkpoint.save and load"
     )
 
 
 def optimizer_copied(where: object) -> UsageError:
     """A copy would be one without a state."""
     return UsageError(
-        f"{where}: a copy or a pickle of this optimizer, or of what holds it, as a scheduler does: its state is empty "
-        "during the job, because a private one is stepped in its place: expected checkpoint.save, or "
-        "scheduler.state_dict()"
+        f"{where}: a copy or a pickle of this optimizer, or of an object that holds it, such as a scheduler: "
+        "its state is empty during the job, because Stretto steps a private optimizer instead: expected "
+        "checkpoint.save, or scheduler.state_dict()"
     )
 
 
 def job_copied() -> UsageError:
     """A handle is no value."""
     return UsageError(
-        "a copy or a pickle of a DataParallel, or of what holds it: a job has connections and threads, which belong to "
-        "this process: copy parallel.model inside `with parallel.settled():`, save with "
-        "stretto.checkpoint.save(parallel, folder), and keep the job out of what is sent to other processes"
+        "a copy or a pickle of a DataParallel, or of an object that holds it: its connections and threads "
+        "belong to this process: copy parallel.model inside `with parallel.settled():`, save with "
+        "stretto.checkpoint.save(parallel, folder), and do not send the job to other processes"
     )
 
 
 def without_gradient(names: Sequence[str], where: object) -> UnusedParameters:
     """Parameters that take no part in the loss."""
     return UnusedParameters(
-        f"{where}: {len(names)} parameters received no gradient on any rank, among them {names[:3]}: freeze them, or "
-        "accept that they are skipped as PyTorch skips them with Options(allow_unused=True)"
+        f"{where}: {len(names)} parameters received no gradient on any rank, among them {names[:3]}: freeze "
+        "them, or set Options(allow_unused=True), which skips them as PyTorch does"
     )
 
 
 def storage_rebound(name: str, where: object) -> ParametersTouched:
     """A parameter has other memory than when it was wrapped."""
     return ParametersTouched(
-        f"{where}: the storage of parameter {name!r} was rebound (.data = ..., .to(...), .half()); bring the model to "
-        "its device and dtype before wrapping"
+        f"{where}: the storage of parameter {name!r} was replaced (.data = ..., .to(...), .half()): move the "
+        "model to its device and dtype before wrapping"
     )
 
 
 def written_at_rest(name: str, where: object) -> ParametersTouched:
     """A parameter holds something else at the end of a block of `settled`."""
     return ParametersTouched(
-        f"{where}: parameter {name!r} was written inside settled() and holds another value at the end of the block: "
-        "put back what was there, or load weights through a checkpoint"
+        f"{where}: parameter {name!r} was written inside settled() and has another value at the end of the "
+        "block: restore the old value, or load weights through a checkpoint"
     )
 
 
@@ -326,16 +332,17 @@ def parameter_written(name: str, where: object) -> ParametersTouched:
 def groups_changed(found: Sequence[int], before: Sequence[int], where: object) -> ParametersTouched:
     """The optimizer's groups, by their numbers of parameters, are not those that the job knows."""
     return ParametersTouched(
-        f"{where}: the optimizer's groups hold {list(found)} parameters, {list(before)} when it was wrapped: expected "
-        "the same groups; change them before wrapping, freeze a parameter with requires_grad_(False), or give it lr=0"
+        f"{where}: the optimizer's groups hold {list(found)} parameters, {list(before)} when it was wrapped: "
+        "expected the same groups: change them before wrapping, freeze a parameter with "
+        "requires_grad_(False), or give its group lr=0"
     )
 
 
 def parameters_added(count: int, where: object) -> ParametersTouched:
     """The model trains parameters of which the job knows nothing."""
     return ParametersTouched(
-        f"{where}: the model has {count} trainable parameters that it did not have when it was wrapped; wrap after the "
-        "model is complete and sharded (fully_shard), and freeze after that what is to train later"
+        f"{where}: the model has {count} trainable parameters that it did not have when it was wrapped: wrap "
+        "the complete model, after fully_shard, and then freeze the parameters that train later"
     )
 
 

@@ -44,8 +44,8 @@ class BufferChoices:
         for pattern, choice in self.by_pattern:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
                 raise ConfigError(
-                    f"Options(buffers='{pattern}={choice}'): this fits no floating-point buffer of the model, which "
-                    f"has {', '.join(names) or 'none'}"
+                    f"Options(buffers='{pattern}={choice}'): the pattern fits no floating-point buffer of the "
+                    f"model, which has {', '.join(names) or 'none'}"
                 )
 
     def of(self, name: str) -> str:
@@ -228,13 +228,14 @@ def check_formats(options: Options, strategy: Strategy, ledger: Ledger) -> None:
     """
     if options.changes is not None and not ledger.sends_changes:
         raise ConfigError(
-            f"Options(changes={options.changes!r}): strategy {strategy.name} sends no changes: leave it out, or take a "
-            "strategy that sends them, such as zero1"
+            f"Options(changes={options.changes!r}): strategy {strategy.name} sends no changes: remove the "
+            "option, or choose a strategy that sends changes, such as zero1"
         )
     if not (WIRES[options.wire].fits_gradients or ledger.local):
         raise ConfigError(
-            f"Options(wire={options.wire!r}): strategy {strategy.name} sends gradients, which lose a tenth of a nat: "
-            "expected 'rotated2', which has as many bits, or a strategy that averages replicas, such as average"
+            f"Options(wire={options.wire!r}): strategy {strategy.name} sends gradients, which would cost a "
+            "tenth of a nat on this wire: expected 'rotated2', which has as many bits, or a strategy that "
+            "averages replicas, such as average"
         )
 
 
@@ -257,9 +258,9 @@ def plan_quota(
     if isinstance(micro_batches, Total):
         if (least := micro_batches.of(world_size - 1, world_size)) < rounds:
             raise ConfigError(
-                f"{strategy.name} needs at least {rounds} micro-batches per rank and update, and {micro_batches} "
-                f"leaves {least} to a rank of {world_size}: expected at least {rounds * world_size}, or fewer "
-                "ranks; with smaller micro-batches the batch stays as large as it is"
+                f"{strategy.name} needs at least {rounds} micro-batches per rank and update, and "
+                f"{micro_batches} leaves {least} to a rank of {world_size}: expected at least "
+                f"{rounds * world_size}, or fewer ranks; make each micro-batch smaller to keep the batch"
             )
         micro_batches = micro_batches.of(rank, world_size)
     if not isinstance(micro_batches, Clock) and not is_count(micro_batches, 1):
@@ -270,8 +271,8 @@ def plan_quota(
     if isinstance(micro_batches, Clock):
         if strategy.fixes_split:
             raise ConfigError(
-                f"{strategy} fixes its micro-batches per round, and a Clock decides them by the time: "
-                "leave out one of the two"
+                f"{strategy} fixes its micro-batches per round, and a Clock sets them by time: remove one of "
+                "the two"
             )
         return Quota((micro_batches.minimum,) * rounds, (micro_batches.maximum,) * rounds)
     if micro_batches < rounds:

@@ -211,9 +211,9 @@ class Replica:
         self.hides = False
         self._spare_sums.append(self._lent_sums.pop())
         _log.info(
-            "%s: gradients changed on %s %s after they had left (a parameter with several gradients in one backward "
-            "pass, a hook that writes gradients, or a guard that has repaired the model): the round is summed again, "
-            "and reductions of this job are hidden no longer",
+            "%s: gradients changed on %s %s after Stretto had sent them (a parameter with several gradients "
+            "in one backward pass, a hook that writes gradients, or a guard that repaired the model): "
+            "Stretto sums the round again, and no longer overlaps reductions in this job",
             self.where,
             "ranks" if self.within is None else "nodes",
             ranks,
@@ -285,7 +285,7 @@ class Replica:
         if found is not None and self._options.nonfinite == "raise":
             raise kind(
                 f"rank {self.rank}, step {self.progress.step + 1}, round {self.progress.round_index}: "
-                f"{found}; lower the learning rate, or leave such rounds out with Options(nonfinite='skip')"
+                f"{found}; lower the learning rate, or skip such rounds with Options(nonfinite='skip')"
             )
         return found is not None
 
@@ -383,7 +383,9 @@ class Replica:
 
 def _reduced(gradient: object) -> ReducedGradient:
     if not isinstance(gradient, ReducedGradient):
-        raise TypeError(f"a strategy must pass on the gradient it was given, not {type(gradient).__name__}")
+        raise TypeError(
+            f"a strategy must pass on the gradient that it received, not {type(gradient).__name__}"
+        )
     return gradient
 
 

@@ -185,7 +185,10 @@ class RoundReport:
         if gradients := np.flatnonzero(~self.records["gradient_is_finite"]).tolist():
             return f"the gradient is not finite on {who} {gradients}"
         if buffers := np.flatnonzero(~self.records["buffers_are_finite"]).tolist():
-            return f"buffers of the model (if meant: Options(buffers='NAME=alone')) are not finite on {who} {buffers}"
+            return (
+                f"buffers of the model are not finite on {who} {buffers} (if you mean this, set "
+                "Options(buffers='NAME=alone'))"
+            )
         return None if math.isfinite(norm_squared) else f"the sum of the {who}' gradients overflows"
 
 

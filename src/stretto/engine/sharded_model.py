@@ -77,8 +77,8 @@ class ShardedModel(UserModel):
         for name, parameter, value in zip(self.names, self.registered, self.parameters, strict=True):
             if shard_of(parameter)[0].data_ptr() != value.data_ptr():
                 raise ParametersTouched(
-                    f"{where}: the storage of parameter {name!r} was rebound (.to(...), .half()); bring the model to "
-                    "its device and dtype before wrapping"
+                    f"{where}: the storage of parameter {name!r} was replaced (.to(...), .half()): move the "
+                    "model to its device and dtype before wrapping"
                 )
 
     def _every_parameter(self) -> Any:
@@ -101,15 +101,15 @@ def check_reductions(modules: Iterable[nn.Module], where: object) -> None:
         for group in _groups_of(module):
             if group.gradient_divide_factor is not None:
                 raise UsageError(
-                    f"{where}: set_gradient_divide_factor({group.gradient_divide_factor}) on a module of FSDP2: "
-                    "expected none, because a job divides by the weights that it was given; leave it out, and weigh "
-                    "with parallel.backward(loss, weight)"
+                    f"{where}: set_gradient_divide_factor({group.gradient_divide_factor}) on a module of "
+                    "FSDP2: expected no such factor, because a job divides by the weights of its "
+                    "micro-batches; remove the call, and weigh with parallel.backward(loss, weight)"
                 )
             if not group.reduce_grads:
                 raise UsageError(
                     f"{where}: set_requires_gradient_sync(False) on a module of FSDP2: expected True, because "
-                    "gradients stay whole on each rank otherwise and none arrives; leave it out: micro-batches "
-                    "accumulate in shards"
+                    "otherwise gradients stay on each rank and no shard arrives; remove the call: "
+                    "micro-batches accumulate in shards"
                 )
 
 
@@ -168,8 +168,8 @@ class ShardedAccumulation(Accumulation):
             and float(torch.tensor(factor, dtype=loss.dtype)) != factor
         ):
             raise UsageError(
-                f"weight {weight} and a loss of {loss.dtype}: gradients of shards take their weight from the loss, "
-                "which would round it; hand over loss.float()"
+                f"weight {weight} and a loss of {loss.dtype}: gradients of shards take their weight from the "
+                "loss, which would round it; pass loss.float()"
             )
         self._is_own_backward = True
         try:
@@ -182,9 +182,9 @@ class ShardedAccumulation(Accumulation):
         """Raise if gradients were written outside this job's backward passes, or replaced."""
         if self._is_foreign:
             raise GradientsTouched(
-                f"{where}: a backward pass that was not this job's (loss.backward(), or another job's) has added to "
-                "the gradients of sharded parameters, where it cannot be told from this job's: use "
-                "parallel.backward(loss), and torch.autograd.grad for other looks at gradients"
+                f"{where}: a backward pass outside this job (loss.backward(), or of another job) has added to "
+                "the gradients of sharded parameters, where Stretto cannot separate it: use "
+                "parallel.backward(loss), and torch.autograd.grad to look at other gradients"
             )
         super().check_untouched(where)
 

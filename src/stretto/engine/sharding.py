@@ -162,8 +162,8 @@ def _mesh_of(model: object) -> DeviceMesh:
             else "ordinary parameters"
         )
         raise UnsupportedModel(
-            f"model: with mesh=..., expected one that fully_shard has sharded inside the node, found {found}: call "
-            "fully_shard(model, mesh=mesh['shard']) before the optimizer and DataParallel, or leave mesh out"
+            f"model: with mesh=..., expected one that fully_shard has sharded inside the node, found {found}: "
+            "call fully_shard(model, mesh=mesh['shard']) before the optimizer and DataParallel, or omit mesh"
         )
     # FSDP2 leaves the root gathered after a forward pass without a backward one.
     for module in model.modules():
@@ -176,8 +176,9 @@ def _mesh_of(model: object) -> DeviceMesh:
             meshes.append(parameter.device_mesh)
         elif parameter.requires_grad:
             raise UnsupportedModel(
-                f"parameter {original_name(name)!r} is not sharded, and nobody would add up its gradients inside the "
-                "node: expected fully_shard(model, mesh=mesh['shard']) on the whole model, after its parts"
+                f"parameter {original_name(name)!r} is not sharded, so its gradients would not be summed "
+                "inside the node: expected fully_shard(model, mesh=mesh['shard']) on the whole model, after "
+                "its parts"
             )
     if any(mesh != meshes[0] for mesh in meshes):
         raise UnsupportedModel(
@@ -195,9 +196,9 @@ def _check_shard(name: str, parameter: DTensor) -> None:
     mesh, placements = parameter.device_mesh, parameter.placements
     if any(placement.is_replicate() for placement in placements):
         raise UnsupportedModel(
-            f"parameter {name!r} is replicated over a dimension of its mesh (HSDP), and fully_shard would sum its "
-            "gradients between nodes at every backward pass: expected fully_shard(module, mesh=mesh['shard']); what "
-            "happens across nodes is the strategy's"
+            f"parameter {name!r} is replicated over a dimension of its mesh (HSDP), and fully_shard would sum "
+            "its gradients between nodes at every backward pass: expected fully_shard(module, "
+            "mesh=mesh['shard']); the strategy exchanges across nodes"
         )
     if len(placements) != 1 or not isinstance(placements[0], Shard):
         raise UnsupportedModel(
@@ -207,11 +208,11 @@ def _check_shard(name: str, parameter: DTensor) -> None:
     local, shard = shard_of(parameter)
     if placements[0].dim != 0 or shard is None:
         raise UnsupportedModel(
-            f"parameter {name!r} is sharded along dimension {placements[0].dim}: expected rows, dimension 0; leave out "
-            "shard_placement_fn"
+            f"parameter {name!r} is sharded along dimension {placements[0].dim}: expected rows, dimension 0; "
+            "remove shard_placement_fn"
         )
     if local.device.type != mesh.device_type:
         raise UnsupportedModel(
-            f"parameter {name!r} lies on {local.device} and its mesh on {mesh.device_type}: CPU offload is not "
-            "supported; leave out offload_policy"
+            f"parameter {name!r} is on {local.device} and its mesh on {mesh.device_type}: CPU offload is not "
+            "supported; remove offload_policy"
         )

@@ -46,9 +46,9 @@ def load_given(job: Job, state: State) -> None:
         raise
     except Exception as error:  # it may be anything
         raise ForeignCheckpoint(
-            f"{job.compute.where}: load_state_dict(): expected what state_dict() returns for this model and optimizer, "
-            f"read by torch.distributed.checkpoint.load; found another state ({type(error).__name__}: "
-            f"{' '.join(str(error).split())})"
+            f"{job.compute.where}: load_state_dict(): expected the result of state_dict() for this model and "
+            "optimizer, read by torch.distributed.checkpoint.load; found another state "
+            f"({type(error).__name__}: {' '.join(str(error).split())})"
         ) from error
 
 
@@ -181,8 +181,9 @@ class JobState:
                 elif slot is None:
                     if value.layout is not torch.strided or value.is_nested or value.is_meta:
                         raise CheckpointError(
-                            f"{self.job.compute.where}: buffer {name!r} is sparse, nested or on meta: expected one "
-                            "that can be saved; register it with persistent=False, or materialise it"
+                            f"{self.job.compute.where}: buffer {name!r} is sparse, nested or on meta: "
+                            "expected a buffer that can be saved; register it with persistent=False, or "
+                            "materialise it"
                         )
                     fixed = isinstance(value, nn.Parameter)
                     kept = value if fixed or blank else value.clone()  # later writes change these buffers

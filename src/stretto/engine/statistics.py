@@ -218,9 +218,9 @@ class Statistics:
 
 def _told(name: str, own: Buffer) -> str:
     return (
-        f"buffer {name!r} is {kind_of(own)} on this rank and of another shape or dtype on others: it cannot be "
-        "averaged, and every rank keeps its own for as long as that is so; if it is meant to be each rank's own, say "
-        f"so with Options(buffers='{name}=alone')"
+        f"buffer {name!r} is {kind_of(own)} on this rank and of another shape or dtype on other ranks: "
+        "Stretto cannot average it, and every rank keeps its own; if you mean this, set "
+        f"Options(buffers='{name}=alone')"
     )
 
 

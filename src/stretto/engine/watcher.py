@@ -291,8 +291,8 @@ class Watcher:
         if is_late and follower not in self._late:
             self._late.add(follower)
             _log.warning(
-                "rank %d: no sign of life from rank %d for %.3g s; the job ends if it stays away for %.3g s "
-                "(Options.silent_seconds)",
+                "rank %d: no sign of life from rank %d for %.3g s; the job ends if that rank stays silent "
+                "for %.3g s (Options.silent_seconds)",
                 self.rank, follower, self._silence[follower], self.silent_seconds,
             )  # fmt: skip
         elif not is_late and follower in self._late:

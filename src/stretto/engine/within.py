@@ -93,9 +93,10 @@ class Within:
             )
         if any(report.changed):
             raise UnsupportedModel(
-                f"{where}: floating-point buffers of the model have changed in a forward pass (running statistics and "
-                "the like): expected constant ones where fully_shard has sharded the model, because nobody averages "
-                "them inside a node; leave each rank its own with Options(buffers='*=alone'), or take layers without"
+                f"{where}: floating-point buffers of the model have changed in a forward pass (running "
+                "statistics and the like): expected constant buffers where fully_shard has sharded the "
+                "model, because Stretto does not average them inside a node; let each rank keep its own with "
+                "Options(buffers='*=alone'), or use layers without such buffers"
             )
         every = report.records
         return dataclasses.replace(

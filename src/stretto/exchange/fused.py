@@ -91,7 +91,8 @@ def _usable(kind: type[FusedWire], arguments: tuple[Any, ...], device: torch.dev
     ) as error:  # there may be no compiler of C, which Triton needs, and compilers raise anything
         reason = f"cannot be used ({type(error).__name__}: {error})"
     warnings.warn(
-        f"the kernel that packs {wire.name} on {device} {reason}: torch's operations pack, which is slower",
+        f"the kernel that packs {wire.name} on {device} {reason}: the operations of torch pack instead, which "
+        "is slower",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -26,12 +26,12 @@ def given_up(
     where, what = f"rank {numbers[rank]}: ", "; ".join(map(str, missing))
     if wrong := sorted({lost.receiver for lost in missing if lost.is_sum}):
         return CorruptionError(
-            f"{where}sums came out wrong or differently after {repeats} repeats: expected the same bits from the "
-            f"same contributions, in {what}; take the device of ranks {wrong} out of the job",
+            f"{where}sums are still wrong after {repeats} repeats: expected the same bits from the same "
+            f"contributions, in {what}; remove the device of ranks {wrong} from the job",
             ranks=wrong,
         )
     return TransferCorrupt(
-        f"{where}{site} still damaged after {repeats} repeats: expected what the sender had sealed, found "
-        f"something else in {what}; take that rank or that link out of the job",
+        f"{where}{site} still damaged after {repeats} repeats: expected the values that the sender had "
+        f"sealed, found others in {what}; remove that rank or that link from the job",
         links=sorted({(lost.sender, lost.receiver) for lost in missing}),
     )

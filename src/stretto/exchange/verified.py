@@ -180,8 +180,8 @@ class VerifiedExchange(Exchange):
         if lost := [self.numbers[sender] for sender, content in enumerate(found) if content is None]:
             own = self.numbers[self.rank]
             raise TransferCorrupt(
-                f"rank {own}: all {_COPIES} copies of a round report from ranks {lost} are damaged: "
-                f"expected one to fit its seal; look at the links from them to rank {own}",
+                f"rank {own}: all {_COPIES} copies of a round report from ranks {lost} are damaged: expected "
+                f"at least one copy to fit its seal; check the links from these ranks to rank {own}",
                 links=[(sender, own) for sender in lost],
             )
         return [content for content in found if content is not None]

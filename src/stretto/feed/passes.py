@@ -59,8 +59,8 @@ def check_trained(where: object, num_fed: int, num_counted: int, steps: int) -> 
         raise ConfigError(f"{where}: the loader has no batch; expected at least one per rank")
     if num_fed and not num_counted:
         raise StepWithoutBackward(
-            f"{where}: {num_fed} batches, and not one micro-batch: expected parallel.backward(loss) for each batch, in "
-            "the place of loss.backward(), optimizer.step() and optimizer.zero_grad()"
+            f"{where}: {num_fed} batches, and not one micro-batch: expected parallel.backward(loss) for each "
+            "batch, instead of loss.backward(), optimizer.step() and optimizer.zero_grad()"
         )
 
 
@@ -75,25 +75,27 @@ def one_at_a_time(where: object) -> OutOfTurn:
 def counted_behind(where: object, num_out: int) -> OutOfTurn:
     """Return the error for a batch that is counted after its pass."""
     return OutOfTurn(
-        f"{where}: a micro-batch is counted after the end of its feed(), whose loop had not counted {num_out} of its "
-        "batches: ask for the next batch after parallel.backward, or look ahead by the same number of batches, at most "
-        f"{MOST_OUT}, from the first one on; before batches that feed() has not handed out call parallel.commit()"
+        f"{where}: a micro-batch is counted after its feed() ended with {num_out} batches not counted: ask "
+        "for the next batch after parallel.backward, or look ahead by the same number of batches, at most "
+        f"{MOST_OUT}, from the first batch on; before batches from elsewhere call parallel.commit()"
     )
 
 
 def ahead_of_clock(where: object) -> OutOfTurn:
     """Return the error for a loop that looks ahead where nobody knows which micro-batch is an update's last."""
     return OutOfTurn(
-        f"{where}: the next batch of feed(updates=...) was asked for before the one in hand was counted, under a "
-        "Clock, where nobody knows which batch is the last: ask for it after parallel.backward"
+        f"{where}: the loop asked for the next batch of feed(updates=...) before it counted the current "
+        "batch; under a Clock no rank knows which batch is the last: ask for the next batch after "
+        "parallel.backward"
     )
 
 
 def ahead_of_end(where: object, num_out: int, num_lacking: int) -> OutOfTurn:
     """Return the error for a loop that looks ahead further than the updates reach."""
     return OutOfTurn(
-        f"{where}: the loop has not counted {num_out} batches yet, and feed(updates=...) ends after {num_lacking} "
-        "micro-batches, before the last of them: look ahead by fewer batches, or ask after parallel.backward"
+        f"{where}: the loop has not counted {num_out} batches yet, and feed(updates=...) ends {num_lacking} "
+        "micro-batches from here, before the last of these batches: look ahead by fewer batches, or ask for "
+        "the next batch after parallel.backward"
     )
 
 

@@ -71,6 +71,6 @@ def _check_values(what: str, tensor: torch.Tensor) -> None:
     }
     if kind := next((kind for kind, is_so in kinds.items() if is_so), None):
         raise UnsupportedModel(
-            f"{what} has {kind}: expected a dense tensor, which ranks can take over from rank 0; materialise it, or "
-            "keep it in an attribute that is neither parameter nor buffer"
+            f"{what} has {kind}: expected a dense tensor, which ranks can copy from rank 0; materialise it, "
+            "or keep it in an attribute that is neither parameter nor buffer"
         )

@@ -62,8 +62,8 @@ def _check_elements(members: Sequence[Named]) -> None:
             if found and tensor.requires_grad:
                 other = members[found - 1][0]
                 raise UnsupportedModel(
-                    f"{other!r} and {name!r} share memory without being one parameter: expected every trainable "
-                    "parameter in memory of its own; register one nn.Parameter in both places, or clone() one"
+                    f"{other!r} and {name!r} share memory and are not one parameter: expected separate memory "
+                    "for every trainable parameter; register one nn.Parameter in both places, or clone() one"
                 )
             taken[places + start] = number
 

@@ -136,8 +136,8 @@ def told_place(rank: int | None, ranks: int | None) -> tuple[int, int]:
         ranks = launched.world_size if ranks is None else ranks
     if rank is None or ranks is None or not 0 <= rank < ranks:
         raise ConfigError(
-            f"rank={rank}, ranks={ranks}: expected this process's place, from 0, and how many there are; or a launcher "
-            "that tells them"
+            f"rank={rank}, ranks={ranks}: expected the place of this process, from 0, and the number of "
+            "processes; or a launcher that sets both"
         )
     return rank, ranks
 
@@ -183,9 +183,9 @@ def meeting_point(rank: LaunchedRank, variables: Mapping[str, str]) -> tuple[str
         )
     if is_hosted_by_agent(variables) and variables.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         raise ConfigError(
-            "torchrun --max-restarts starts ranks again on the store of those before, whose addresses and last words "
-            "are still there: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, and every start has a "
-            "new one"
+            "torchrun --max-restarts restarts ranks on the old store, which still has the addresses and last "
+            "messages of the ranks before: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, and "
+            "every start has a new store"
         )
     try:
         return variables["MASTER_ADDR"], int(variables["MASTER_PORT"])

@@ -78,8 +78,8 @@ class Meeting:
             if time.monotonic() > deadline:
                 late = [rank for rank in range(len(self._ranks)) if not self._has_come(rank)]
                 raise CommunicationError(
-                    f"rank {self._rank}: no group over ranks {list(self._ranks)}: ranks {late} of it have not come "
-                    f"within {self._timeout_seconds:g} s; see their output"
+                    f"rank {self._rank}: no group over ranks {list(self._ranks)}: its ranks {late} did not "
+                    f"come within {self._timeout_seconds:g} s; see their output"
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

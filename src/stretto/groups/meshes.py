@@ -75,8 +75,8 @@ def _make_default(group: LeavableGroup) -> None:
     drop_default()
     if dist.is_initialized():
         raise ConfigError(
-            "torch has a default group already, which would still have the ranks that are lost: expected none; leave "
-            "out init_process_group"
+            "torch has a default group already, which would keep the lost ranks: expected no default group; "
+            "remove init_process_group"
         )
 
     def create(store: Store, rank: int, world_size: int, timeout: timedelta) -> LeavableGroup:

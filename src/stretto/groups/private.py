@@ -181,7 +181,7 @@ def _release_retired(ranks: Sequence[int]) -> None:
 
 def _sibling(group: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup:
     if not isinstance(group, dist.ProcessGroup):  # torch's marker for a group this rank is not in
-        raise ConfigError("this rank is not in the group it was given; leave it out of the job")
+        raise ConfigError("this rank is not in the given group; remove the rank from the job")
     ranks = _registered_ranks(group)
     if ranks is not None:
         return _over(ranks, dist.get_backend_config(group), timeout_seconds)

@@ -210,8 +210,8 @@ class _RoundAudit:
         self._own.remember()
         if _digest(self._own, self._buffers) != right:
             raise TransferCorrupt(
-                f"{self._compute.where}: the gradient that rank {source} computed in an audit arrived damaged: "
-                "expected the digest that it had there; go on from the last checkpoint",
+                f"{self._compute.where}: the gradient that rank {source} computed in an audit arrived "
+                f"damaged: expected the digest that rank {source} sent; resume from the last checkpoint",
                 links=[(source, audited)],
             )
 
@@ -281,8 +281,8 @@ class _RoundAudit:
         arrived = content.numpy().tobytes()
         if xxhash.xxh3_64_intdigest(arrived) != _word(records[audited], 1, offset=0):
             raise TransferCorrupt(
-                f"{self._compute.where}: micro-batches of rank {audited}, to be run again, arrived "
-                "damaged: expected the digest that they had there; go on from the last checkpoint",
+                f"{self._compute.where}: micro-batches of rank {audited}, to be run again, arrived damaged: "
+                "expected the digest of their sender; resume from the last checkpoint",
                 links=[(audited, self._rank)],
             )
         return from_bytes(arrived, self._kept)
@@ -326,7 +326,7 @@ _SILENT, _CLAIMS, _LEFT_OUT = range(3)
 _TOLERANCE = 1e-3
 """Largest 2-norm of the difference, relative to the gradient's, where bits cannot be compared: if ranks differ and none
 repeats its own gradient. Well above float32's rounding, well below a harmful error."""
-_UNKNOWN = "kept: nobody can say who is right"
+_UNKNOWN = "kept: no majority shows which rank is right"
 
 
 def _agreed(first: Mapping[str, int], second: Mapping[str, int]) -> int | None:

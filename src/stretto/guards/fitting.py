@@ -45,7 +45,7 @@ def choose_guards(
     else:
         options = dataclasses.replace(options, verified=True)
     for left, reason in left_out.items():
-        _log.info("guards='standard' leaves out %s: it %s", left, reason)
+        _log.info("guards='standard' omits %s: it %s", left, reason)
     return tuple(fitting), options
 
 
@@ -57,7 +57,9 @@ def check_guards(guards: Sequence[Guard], strategy: Strategy, ledger: Ledger) ->
     """
     for guard in guards:
         if reason := unfit(guard, strategy, ledger):
-            raise ConfigError(f"guard {guard.name} {reason}; guards='standard' takes those that fit")
+            raise ConfigError(
+                f"guard {guard.name} {reason}; guards='standard' takes only the guards that fit"
+            )
 
 
 def unfit(guard: Guard, strategy: Strategy, ledger: Ledger) -> str | None:
@@ -69,7 +71,7 @@ def unfit(guard: Guard, strategy: Strategy, ledger: Ledger) -> str | None:
         )
     if guard.overlaps and not strategy.overlaps:
         return (
-            f"runs beside the next update's gradients, and strategy {strategy.name} waits for its "
+            f"runs during the next update's gradients, and strategy {strategy.name} waits for its "
             "communication lane"
         )
     return None

@@ -98,8 +98,8 @@ class Mending:
     def give_up(self, parts: Sequence[Part]) -> NoReturn:
         """Raise `StateCorrupt` for parts that nothing can restore."""
         raise StateCorrupt(
-            f"{self._where()}: damaged beyond mending: {'; '.join(map(str, parts))}; expected what the last update "
-            "left there, and no other rank holds it undamaged; go on from the last checkpoint",
+            f"{self._where()}: damaged beyond repair: {'; '.join(map(str, parts))}; expected the values of "
+            "the last update, and no other rank holds them undamaged; resume from the last checkpoint",
             ranks=[self._replica.rank],
         )
 

@@ -136,8 +136,8 @@ class KeptRound:
     def _loss(self, batch: Any) -> Tensor | Weighed:
         if self._loss_function is None:
             raise UsageError(
-                "another rank's micro-batch is to be run again, and this rank has had none yet, so that it knows no "
-                "loss function: expected at least one batch on every rank"
+                "this rank must repeat a micro-batch of another rank, and has no loss function yet, because "
+                "it has had no batch: expected at least one batch on every rank"
             )
         return self._loss_function(batch)
 
@@ -175,8 +175,9 @@ class GuardedRounds(Listener):
         self.kept.end(weight, samples, fresh_samples)
         if self._needing and not self.kept.is_whole:
             raise UsageError(
-                f"guard {', '.join(self._needing)} runs micro-batches again, and this one came by way of backward or "
-                "count_micro_batch: expected parallel.micro_batch(loss_function, batch) for each"
+                f"guard {', '.join(self._needing)} runs micro-batches again, and this micro-batch came "
+                "through backward or count_micro_batch: expected parallel.micro_batch(loss_function, batch) "
+                "for each micro-batch"
             )
 
     def round_ends(self) -> Sequence[Incident]:

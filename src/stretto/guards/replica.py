@@ -68,8 +68,8 @@ class ReplicaGuard(Guard):
             if attempt == _ATTEMPTS:
                 where, ranks = (yield Where()), (yield Ranks())
                 raise ReplicasDiverged(
-                    f"{where}: replicas still differ after {attempt} copies, in {'; '.join(map(str, unequal))}; go on "
-                    "from the last checkpoint",
+                    f"{where}: replicas differ even after {attempt} copies, in "
+                    f"{'; '.join(map(str, unequal))}; resume from the last checkpoint",
                     ranks=sorted({ranks[place] for held in unequal.values() for place in _outvoted(held)}),
                 )
             for part, held in unequal.items():
@@ -105,9 +105,9 @@ class ReplicaGuard(Guard):
             pairs = zip(ranks, held, strict=True)
             found = ", ".join(f"rank {rank}: {hexadecimal(value)}" for rank, value in pairs)
             raise ReplicasDiverged(
-                f"{where}: replicas differ in {part}, and no majority says who is right: expected one digest, found "
-                f"{found}; go on from the last checkpoint. A third rank could tell, and AtRest() if nobody has written "
-                "this since it was sealed"
+                f"{where}: replicas differ in {part}, and no majority shows which rank is right: expected one "
+                f"digest, found {found}; resume from the last checkpoint. A third rank would decide, and so "
+                "would AtRest() if no write has followed the seal"
             )
         return right.pop()
 

@@ -26,9 +26,7 @@ def to_bytes(kept: KeptRound) -> bytes:
     try:
         return pack((batches, kept.first_buffers), "the batch")
     except UnsafeValue as error:
-        raise UsageError(
-            f"a micro-batch is to be run again on another rank and cannot be sent there: {error}"
-        ) from error
+        raise UsageError(f"another rank must repeat a micro-batch, which cannot be sent: {error}") from error
 
 
 def from_bytes(content: bytes, own: KeptRound) -> KeptRound:

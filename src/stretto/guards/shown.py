@@ -131,9 +131,9 @@ class ShownValues(RoundWatch):
             self._model.statistics.go_back(
                 {name for name, one in self._constants.items() if one.checksum and name not in self._written}
             )
-            outcome = "this rank's gradients of the round left out"
+            outcome = "this rank's gradients of the round skipped"
             for one in shown:  # where rounds are run again, nothing is lost, and training goes on
-                self._strike(one.site, one.part, "in the step of an optimizer of your own")
+                self._strike(one.site, one.part, "in the step of your optimizer")
         return [dataclasses.replace(one, action=f"{one.action}, {outcome}") for one in found]
 
     def _repair(self) -> list[Incident]:
@@ -143,7 +143,7 @@ class ShownValues(RoundWatch):
         for index, (expected, found) in enumerate(pairs):
             if expected != found:
                 is_mended = repairs(self._checksums[index], self._model.parameters[index])
-                action = "mended" if is_mended else "installed anew"
+                action = "mended" if is_mended else "installed again"
                 name = self._model.names[index]
                 incidents.append(self._incident("shown parameters", name, action, expected, found))
         if incidents:
@@ -176,9 +176,10 @@ class ShownValues(RoundWatch):
             self._strike(site, name, "as in `with torch.no_grad(): target.mul_(0.9).add_(online, alpha=0.1)`")
             if not repairs(checksum, held):
                 raise StateCorrupt(
-                    f"{self._rounds.job.compute.where}: {site}, {name!r}, damaged beyond mending: expected digest "
-                    f"{hexadecimal(expected)}, found {hexadecimal(found)}, and nobody has written it in a way that "
-                    "shows (a write through .data does not: leave it out); go on from the last checkpoint",
+                    f"{self._rounds.job.compute.where}: {site}, {name!r}, damaged beyond repair: expected "
+                    f"digest {hexadecimal(expected)}, found {hexadecimal(found)}, and PyTorch counted no "
+                    "write to it (a write through .data is not counted: write without .data); resume from "
+                    "the last checkpoint",
                     ranks=[self._rounds.job.replica.rank],
                 )
             self._constants[name] = _Constant(mark_of(tensor, held), checksum)
@@ -197,10 +198,10 @@ class ShownValues(RoundWatch):
         self._struck[name] = count, self._num_rounds
         if count == _NO_ACCIDENT:
             raise ParametersTouched(
-                f"{self._rounds.job.compute.where}: {site}, {name!r}, had other values {_NO_ACCIDENT} times within a "
-                "few rounds, and nobody has written it in a way that shows: memory does not fail so. Something writes "
-                "it through .data or .numpy() (a target network, an average, a clip): write it without .data, "
-                f"{instead}; if nothing does, test this machine's memory"
+                f"{self._rounds.job.compute.where}: {site}, {name!r}, had other values {_NO_ACCIDENT} times "
+                "within a few rounds, and PyTorch counted no write to it: memory does not fail so often. "
+                "Some code writes it through .data or .numpy() (a target network, an average, a clip): write "
+                f"it without .data, {instead}; if no code does, test the memory of this machine"
             )
 
     def _incident(self, site: str, part: str, action: str, expected: int, found: int) -> Incident:

@@ -55,9 +55,9 @@ class Strikes:
         if laid:
             incidents = [incident for found in laid.values() for incident in found.values()]
             raise Quarantined(
-                f"after step {step}: {' and '.join(map(self._named, laid))} reached {self._limit} strikes within "
-                f"{COUNTS_FOR} updates: {'; '.join(map(str, incidents))}; go on from the last checkpoint without "
-                f"{'it' if len(laid) == 1 else 'them'}",
+                f"after step {step}: {' and '.join(map(self._named, laid))} reached {self._limit} strikes "
+                f"within {COUNTS_FOR} updates: {'; '.join(map(str, incidents))}; resume from the last "
+                f"checkpoint without {'it' if len(laid) == 1 else 'them'}",
                 ranks=[who for who in laid if isinstance(who, int)],
                 links=[who for who in laid if not isinstance(who, int)],
                 incidents=incidents,

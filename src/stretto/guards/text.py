@@ -31,8 +31,8 @@ def parse_guards(texts: Sequence[str], seed: int = 0) -> tuple[Guard, ...] | Lit
         return tuple(read_record("guard", _seeded(text, seed), GUARDS) for text in texts)
     if len(texts) > 1:
         raise ConfigError(
-            f"guards {','.join(texts)}: expected 'standard' alone, which takes all that fit the strategy but audit; or "
-            "name each guard"
+            f"guards {','.join(texts)}: expected 'standard' alone, which takes every guard that fits the "
+            "strategy except audit; or name each guard"
         )
     return STANDARD
 

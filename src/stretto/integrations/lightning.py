@@ -137,8 +137,8 @@ class StrettoStrategy(DDPStrategy):
             raise ConfigError(f"StrettoStrategy: expected one optimizer, found {1 + len(others)}")
         if type(optimizer).__name__ == "_MockOptimizer":
             raise ConfigError(
-                "StrettoStrategy: expected an optimizer from configure_optimizers, found none: return one, or leave "
-                "out this strategy"
+                "StrettoStrategy: expected an optimizer from configure_optimizers, found none: return one, "
+                "or use another strategy"
             )
         schedules = [config.scheduler for config in self.lr_scheduler_configs]
         check_callbacks(trainer, schedules, overlaps=self._overlaps)
@@ -315,8 +315,9 @@ class StrettoStrategy(DDPStrategy):
         """Run the module's training step as a forward pass of the module, before which a round takes off."""
         if self._present.has_open_micro_batch:
             raise UsageError(
-                f"{type(self._module).__name__}.optimizer_step ran the closure of the batch before and did not step: "
-                "expected optimizer.step(closure=closure) each time; set accumulate_grad_batches to step less often"
+                f"{type(self._module).__name__}.optimizer_step ran the closure of the previous batch and did "
+                "not step: expected optimizer.step(closure=closure) for each batch; set "
+                "accumulate_grad_batches to step less often"
             )
         self._num_samples = num_samples(args[0])
         with self.precision_plugin.train_step_context():
@@ -419,8 +420,9 @@ class StrettoStrategy(DDPStrategy):
         folder = _folder_of(self._loaded_from)
         if not folder.is_dir():
             raise CheckpointError(
-                f"{self._loaded_from}: expected the folder {folder.name!r} beside it with the state of a job, found "
-                "none: go on from a checkpoint of a StrettoStrategy, or begin anew from its weights"
+                f"{self._loaded_from}: expected the folder {folder.name!r} next to it with the state of a "
+                "job, found none: resume from a checkpoint of a StrettoStrategy, or begin a new fit from its "
+                "weights"
             )
         for note in checkpoints.load(self._job, folder).notes:
             _log.warning("%s: %s", self._loaded_from, note)

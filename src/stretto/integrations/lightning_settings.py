@@ -13,8 +13,8 @@ from stretto.integrations.refused import overrides, reads_optimizer_state, refus
 
 REFUSED_CALLBACKS: dict[type, str] = {
     known.GradientAccumulationScheduler: "set accumulate_grad_batches",
-    known.LearningRateFinder: "look for the rate under DDPStrategy (Tuner.lr_find too), then train with it",
-    known.StochasticWeightAveraging: "take WeightAveraging or EMAWeightAveraging",
+    known.LearningRateFinder: "find the rate under DDPStrategy (Tuner.lr_find too), then train with it",
+    known.StochasticWeightAveraging: "use WeightAveraging or EMAWeightAveraging",
     known.BaseFinetuning: "a job trains the same parameters from its start to its end; call fit once for each phase",
     known.ModelPruning: "it replaces parameters of the running job; prune before or after fit",
 }
@@ -53,7 +53,9 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         ConfigError: Names it.
     """
     for_wrapper = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
-    refused = {name: (arguments.get(name) is not None, "say it by strategy and wire") for name in for_wrapper}
+    refused = {
+        name: (arguments.get(name) is not None, "choose strategy and wire instead") for name in for_wrapper
+    }
     unused = bool(arguments.get("find_unused_parameters"))
     refused["find_unused_parameters"] = (unused, "set Options(allow_unused=True)")
     refuse("StrettoStrategy", refused)
@@ -99,7 +101,7 @@ def check_callbacks(trainer: Trainer, schedules: Sequence[Any], *, overlaps: boo
     refused = {type(one).__name__: reads_optimizer_state(one) for one in schedules}
     module = trainer.lightning_module
     parts = overlaps or trainer.world_size > 1
-    seen = "it would see this rank's gradients, before they are exchanged; leave the hook out"
+    seen = "it would see the gradients of this rank before the exchange; remove the hook"
     refused[f"{type(module).__name__}.on_after_backward"] = (
         parts and is_overridden("on_after_backward", module),
         seen,
@@ -119,6 +121,6 @@ def check_callbacks(trainer: Trainer, schedules: Sequence[Any], *, overlaps: boo
         is_timed = isinstance(callback, known.ModelCheckpoint) and callback._train_time_interval is not None
         refused[f"{name}(train_time_interval=...)"] = (
             is_timed and overlaps and trainer.accumulate_grad_batches > 1,
-            "the clock may strike while half an update is under way; set every_n_train_steps",
+            "the time may be up in the middle of an update; set every_n_train_steps",
         )
     refuse("StrettoStrategy", refused)

@@ -51,6 +51,6 @@ def check_alike(parallel: DataParallel, settings: Mapping[str, object]) -> None:
         others = [rank for rank, row in enumerate(rows) if row[column] != own[column]]
         if others:
             raise ConfigError(
-                f"{name}={value!r}: expected the same on all ranks, found another on rank {others[0]}: ranks would "
-                "wait for each other at different places"
+                f"{name}={value!r}: expected the same value on all ranks, found another value on rank "
+                f"{others[0]}: ranks would wait for each other at different places"
             )

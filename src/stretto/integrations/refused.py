@@ -34,8 +34,8 @@ def check_unchanged(before: Mapping[str, object], now: Mapping[str, object], cal
     for name, value in before.items():
         if now[name] != value:
             raise UsageError(
-                f"{name}: expected {value!r} as at the start of {call}, found {now[name]!r}: a job clips alike, and "
-                "has one length of accumulations, from its start to its end"
+                f"{name}: expected {value!r} as at the start of {call}, found {now[name]!r}: one job has one "
+                "clip and one length of accumulations"
             )
 
 
@@ -47,5 +47,5 @@ def overrides(instance: object, base: type, hook: str) -> bool:
 def reads_optimizer_state(scheduler: object) -> tuple[bool, str]:
     """Return whether a schedule asks its optimizer for a state, which is empty during a job, and the remedy."""
     names = {kind.__name__ for kind in type(scheduler).__mro__}
-    remedy = "the state of the optimizer is the job's; set a rate: Adafactor(lr=1e-3, relative_step=False)"
+    remedy = "the job keeps the state of the optimizer; set a rate: Adafactor(lr=1e-3, relative_step=False)"
     return "AdafactorSchedule" in names, remedy

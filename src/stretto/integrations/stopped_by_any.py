@@ -112,7 +112,7 @@ class StoppedByAny:
 def _parted(places: Sequence[int], rank: int) -> str:
     other = next(other for other, place in enumerate(places) if place != places[rank])
     return (
-        f"StrettoStrategy: rank {rank} is at {_WHERE[places[rank]]}, and rank {other} at {_WHERE[places[other]]}: "
-        "expected ranks to come to the same part of fit together; give each as many batches, and let none leave a "
-        "loop by a StopIteration of its own"
+        f"StrettoStrategy: rank {rank} is at {_WHERE[places[rank]]}, and rank {other} at "
+        f"{_WHERE[places[other]]}: expected all ranks in the same part of fit; give each rank equally many "
+        "batches, and let no rank end a loop with its own StopIteration"
     )

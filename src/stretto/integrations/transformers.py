@@ -154,7 +154,7 @@ class StrettoTrainer(transformers.Trainer):
         optimizer = self.optimizer.optimizer
         if before is not None and before.optimizer is optimizer and resume_from_checkpoint is None:
             raise UsageError(
-                "train() was called before: the state of the optimizer ended with that job; go on with "
+                "train() was called before: the state of the optimizer ended with that job; continue with "
                 "resume_from_checkpoint, or make a new StrettoTrainer"
             )
         self._check_callbacks()
@@ -333,8 +333,9 @@ class StrettoTrainer(transformers.Trainer):
         """Check what `_prepare_for_training` will load once the job is there."""
         if checkpoint is not None and not _folder_in(checkpoint).is_dir():
             raise CheckpointError(
-                f"{checkpoint}: expected a folder {FOLDER!r} with the state of a job, found none: go on from a "
-                "checkpoint of a StrettoTrainer without save_only_model, or begin anew from this model"
+                f"{checkpoint}: expected a folder {FOLDER!r} with the state of a job, found none: resume from "
+                "a checkpoint of a StrettoTrainer without save_only_model, or train this model without "
+                "resume_from_checkpoint"
             )
 
     def _check_settings(self) -> None:
@@ -354,11 +355,11 @@ class StrettoTrainer(transformers.Trainer):
             "auto_find_batch_size": (args.auto_find_batch_size, "set per_device_train_batch_size"),
             "save_on_each_node": (
                 args.save_on_each_node,
-                "checkpoints lie on a file system that all ranks share",
+                "checkpoints need a file system that all ranks share",
             ),
             f"optim={optimizer!r}": (
                 any(word in optimizer for word in _OWN_STEPS),
-                "it steps by itself, or swaps parameters; take another optimizer",
+                "it steps without the trainer, or swaps parameters; use another optimizer",
             ),
             "Options(clip_norm=...)": (self._options.clip_norm is not None, "set max_grad_norm"),
         }
@@ -370,7 +371,7 @@ class StrettoTrainer(transformers.Trainer):
         Raises:
             ConfigError: Names it.
         """
-        remedy = "gradients are the job's; look at last_update.gradient_norm in on_step_end"
+        remedy = "the job owns the gradients; read last_update.gradient_norm in on_step_end"
         refused = {
             f"{type(callback).__name__}.{hook}": (overrides(callback, TrainerCallback, hook), remedy)
             for callback in self.callback_handler.callbacks

@@ -59,8 +59,8 @@ def _check_rule(optimizer: torch.optim.Optimizer, name: str) -> None:
         raise
     except Exception as error:
         raise UnsupportedOptimizer(
-            f"{name} cannot step a tensor by itself ({type(error).__name__}: {error}): expected an optimizer such as "
-            "AdamW or Muon"
+            f"{name} cannot step a tensor alone ({type(error).__name__}: {error}): expected an optimizer such "
+            "as AdamW or Muon"
         ) from error
     if reason is not None:
         raise UnsupportedOptimizer(f"{name} cannot be cut into shards: {reason}")
@@ -72,22 +72,23 @@ def _check_kind(optimizer: torch.optim.Optimizer) -> None:
     if held is not None and _num_parameters(getattr(optimizer, held)) < _num_parameters(optimizer):
         inner = type(getattr(optimizer, held)).__name__
         raise UnsupportedOptimizer(
-            f"optimizer: found a {type(optimizer).__name__}, which steps this rank's share of the parameters with its "
-            f"own {inner}: expected the {inner} over all of them, as in {inner}(model.parameters(), ...); the strategy "
-            "ZeRO1() shards it"
+            f"optimizer: found a {type(optimizer).__name__}, which steps the parameters of this rank's share "
+            f"with its own {inner}: expected the {inner} over all parameters, as in "
+            f"{inner}(model.parameters(), ...); the strategy ZeRO1() shards it"
         )
     if held is not None or not isinstance(optimizer, torch.optim.Optimizer):
         found = f"found a {type(optimizer).__name__}"
-        meant = f" around another optimizer; hand over its .{held}, without what the wrapper adds"
+        meant = f" around another optimizer; pass its .{held}, without the wrapper"
         raise UnsupportedOptimizer(
             f"optimizer: expected a torch.optim.Optimizer, or several, {found}{meant if held else ''}"
         )
     # Adagrad has state from the start, at step 0; a momentum has no step count.
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state):
         raise UnsupportedOptimizer(
-            "optimizer: expected one that has not stepped yet, found state that the library's private optimizer "
-            "would not have; make it anew, wrap it before training, and load a checkpoint; the moments of a plain run "
-            "go to parallel.load_state_dict, as the page optimizers shows under Moving in"
+            "optimizer: expected an optimizer that has not stepped yet, found state that the private "
+            "optimizer of Stretto would not have; make a new optimizer, wrap it before training, and load a "
+            "checkpoint; parallel.load_state_dict takes the moments of a plain run, as the page optimizers "
+            "shows under Moving in"
         )
 
 
@@ -100,13 +101,14 @@ def _check_calls(optimizer: torch.optim.Optimizer, name: str) -> None:
     given = vars(optimizer)
     if any(given.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")):
         raise UnsupportedOptimizer(
-            f"{name} has step hooks, which would never be called, because a private optimizer is stepped: remove them; "
-            "clip with Options(clip_norm=...), and do what follows a step when an Update is returned"
+            f"{name} has step hooks, which would never run, because Stretto steps a private optimizer: remove "
+            "them; clip with Options(clip_norm=...), and run code that follows a step when an Update is "
+            "returned"
         )
     if "step" in given and not hasattr(given["step"], "_wrapped_by_lr_sched"):
         raise UnsupportedOptimizer(
-            f"{name}.step was replaced on the instance, and would never be called, because a private optimizer is "
-            "stepped: override step in a subclass"
+            f"{name}.step was replaced on the instance and would never run, because Stretto steps a private "
+            "optimizer: override step in a subclass"
         )
 
 
@@ -132,16 +134,18 @@ def _reason(trial: Trial) -> str | None:
     """Return why the optimizer may not be sharded; None if it may."""
     if callable(getattr(trial.optimizer, "eval", None)):
         return (
-            "its eval() shows other values than those it trains, made of state that your own optimizer does not have "
-            "in a job; take AdamW with a schedule"
+            "its eval() shows averages from state that your optimizer does not have during a job; use AdamW "
+            "with a schedule"
         )
     plain = trial.train(range(len(trial.starts)))
     if plain.is_random:
-        return "its steps draw random numbers, so that no two runs are equal; expected steps without them"
+        return (
+            "its steps draw random numbers, so no two runs are equal; expected steps without random numbers"
+        )
     if plain.wrote_gradients:
         return (
-            "its steps write into .grad, which some strategies use twice; expected p.grad.add(...) in the place of "
-            "p.grad.add_(...), and to clip by value p.grad.clamp(-bound, bound) in that of clip_grad_value_"
+            "its steps write into .grad, which some strategies use twice; expected p.grad.add(...) instead "
+            "of p.grad.add_(...), and p.grad.clamp(-bound, bound) instead of clip_grad_value_"
         )
     trial.rebuilt({}).step()  # a rank may own nothing
     owners = Owners(trial)
@@ -161,19 +165,19 @@ def _reason(trial: Trial) -> str | None:
         }
     ):
         return (
-            f"it keeps what it finds in all parameters together in its parameter groups ({', '.join(uneven)}); take an "
-            "optimizer that treats each parameter by itself, such as AdamW or Muon"
+            f"it keeps values of all parameters together in its parameter groups ({', '.join(uneven)}); use "
+            "an optimizer that steps each parameter alone, such as AdamW or Muon"
         )
     if plain.counts:
         return (
-            f"it counts in an attribute of its own ({', '.join(sorted(plain.counts))}), which previews and checkpoints "
-            "do not see; expected all state in optimizer.state[parameter]"
+            f"it counts in its own attribute ({', '.join(sorted(plain.counts))}), which previews and "
+            "checkpoints do not see; expected all state in optimizer.state[parameter]"
         )
     if owners.later_state != owners.state:
         first, later = (sorted({key for _, key in state}) for state in (owners.state, owners.later_state))
         return (
-            f"its state is {first} at first and {later} later, or of another size; expected every entry from the first "
-            "step on, because checkpoints rely on it"
+            f"its state is {first} at first and {later} later, or changes its size; expected every entry from "
+            "the first step on, because checkpoints rely on it"
         )
     return None
 
@@ -181,25 +185,28 @@ def _reason(trial: Trial) -> str | None:
 def _difference(trial: Trial, plain: PlainLoop) -> str:
     """Return what makes owners differ from the plain loop."""
     if not all(values.isfinite().all() for update in plain.history for values in update):
-        return "with its settings values are not finite after a few steps; expected finite settings in its param_groups"
+        return (
+            "with these settings values are not finite after a few steps; expected finite settings in its "
+            "param_groups"
+        )
     if plain.moved:
         return "it gives parameters another storage; expected steps in place, such as p.data.add_(...)"
     everything = range(len(trial.starts))
     alone = [trial.train([index]).history for index in everything]
     if not _is_equal(plain.history, _side_by_side(alone)):
         return (
-            "what it does to one parameter depends on others, as with a norm of all gradients; clip with "
-            "Options(clip_norm=...), switch off a clip of its own, and take an optimizer that treats each parameter by "
-            "itself, such as AdamW or Muon"
+            "its step of one parameter depends on other parameters, as a norm of all gradients does; clip "
+            "with Options(clip_norm=...), switch off the clip in the optimizer, and use an optimizer that "
+            "steps each parameter alone, such as AdamW or Muon"
         )
     if not _is_equal(plain.history, trial.train(everything, attributes=False).history):
         return (
-            "what it does depends on an attribute of the parameter, which owners do not have; expected settings in "
-            "parameter groups"
+            "its step depends on an attribute of the parameter, which the private copies do not have; "
+            "expected settings in parameter groups"
         )
     return (
-        "it remembers something outside optimizer.state[parameter], in an attribute of its own, for example, which "
-        "previews and checkpoints do not see; expected all state there"
+        "it keeps state outside optimizer.state[parameter], for example in its own attribute, which previews "
+        "and checkpoints do not see; expected all state in optimizer.state"
     )
 
 

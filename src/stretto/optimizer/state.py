@@ -76,10 +76,10 @@ class StateKinds:
             for key, value in self.of(slot).items() if slot.is_whole and slot.numel else ():
                 if _is_moment(value) and (value.numel() > slot.numel or not value.is_floating_point()):
                     raise UnsupportedOptimizer(
-                        f"the optimizer keeps {key!r}, {value.dtype} of shape {tuple(value.shape)}, for parameter "
-                        f"{slot.name!r} of shape {slot.shape}: expected floating-point values, and no more than the "
-                        "parameter has, because averages of state travel in its place; take a strategy without "
-                        "averages, such as ZeRO1()"
+                        f"the optimizer keeps {key!r}, {value.dtype} of shape {tuple(value.shape)}, for "
+                        f"parameter {slot.name!r} of shape {slot.shape}: expected floating-point values, and "
+                        "no more of them than the parameter has, because Stretto sends averages of state in "
+                        "the space of the parameter; use a strategy without averages, such as ZeRO1()"
                     )
 
     def check_over_shards(self) -> None:
@@ -92,9 +92,10 @@ class StateKinds:
             for key, value in self.of(slot).items():
                 if _is_moment(value) and value.shape != slot.shape:
                     raise UnsupportedOptimizer(
-                        f"the optimizer keeps {key!r} of shape {tuple(value.shape)} for {slot.shape[0]} rows of "
-                        f"parameter {slot.name!r}, of shape {slot.shape}: expected numbers, or values of the same "
-                        "shape, where the ranks of a node share a model; take one that keeps such, as AdamW and Muon"
+                        f"the optimizer keeps {key!r} of shape {tuple(value.shape)} for {slot.shape[0]} rows "
+                        f"of parameter {slot.name!r}, of shape {slot.shape}: expected numbers, or values of "
+                        "the same shape, where the ranks of a node share a model; use an optimizer with such "
+                        "state, as AdamW and Muon"
                     )
 
     def _probe(self, set_index: int, group: int, shape: tuple[int, ...]) -> PieceState:

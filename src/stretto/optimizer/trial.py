@@ -43,9 +43,9 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
             raise UnsupportedOptimizer(
-                f"{self._name} communicates in its step ({func.name()}): expected steps of this rank alone, because "
-                "Stretto deals tensors to ranks and sends what they become; hand over the same rule without its "
-                "collectives, as [torch.optim.Muon(matrices), torch.optim.AdamW(others)]"
+                f"{self._name} communicates in its step ({func.name()}): expected steps of this rank alone, "
+                "because Stretto assigns tensors to ranks and sends the new values; pass the same optimizer "
+                "without its collectives, as [torch.optim.Muon(matrices), torch.optim.AdamW(others)]"
             )
         return func(*args, **(kwargs or {}))
 

@@ -26,9 +26,9 @@ def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
         return
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ConfigError(
-            "scheduler: a ReduceLROnPlateau needs a metric at every step, which the library does not have; leave "
-            "scheduler out, and call its step(metric) in on_update, with a metric that is the same on all ranks, such "
-            "as update.loss"
+            "scheduler: a ReduceLROnPlateau needs a metric at every step, which the library does not have; "
+            "omit scheduler=, and call its step(metric) in on_update, with a metric that is the same on all "
+            "ranks, such as update.loss"
         )
     step = getattr(scheduler, "step", None)
     if isinstance(scheduler, torch.optim.Optimizer) or not callable(step):
@@ -38,27 +38,27 @@ def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
     kinds = [kind.__name__ for kind in type(scheduler).__mro__]
     if "AcceleratedScheduler" in kinds:
         raise ConfigError(
-            "scheduler: one that Accelerate has prepared turns once for every process at each step(); hand over the "
-            "scheduler in it, its attribute .scheduler, which the library turns once per update"
+            "scheduler: at each step(), a scheduler that Accelerate has prepared steps once for every "
+            "process; pass its attribute .scheduler, which Stretto steps once per update"
         )
     if "AdafactorSchedule" in kinds:
         raise ConfigError(
-            "scheduler: an AdafactorSchedule only reports rates, which it reads from the optimizer's state, and that "
-            "is empty during a job; leave scheduler out: Adafactor finds its rates by itself"
+            "scheduler: an AdafactorSchedule only reports rates, which it reads from the optimizer's state, "
+            "which is empty during a job; omit scheduler=: Adafactor finds its rates without it"
         )
     needed = _needed(step)
     if needed:
         raise ConfigError(
-            f"scheduler: step() of a {type(scheduler).__name__} needs {', '.join(needed)}, which the library does not "
-            f"have; leave scheduler out, and call its step({', '.join(needed)}) in on_update, with values that are the "
-            "same on all ranks"
+            f"scheduler: step() of a {type(scheduler).__name__} needs {', '.join(needed)}, which the library "
+            f"does not have; omit scheduler=, and call its step({', '.join(needed)}) in on_update, with "
+            "values that are the same on all ranks"
         )
     of_another = getattr(scheduler, "optimizer", optimizer)
     # Its groups, because it may be of a wrapper that shows them.
     groups = getattr(of_another, "param_groups", None)
     if not any(groups is one.param_groups for one in (optimizer, *members_of(optimizer))):
         raise ConfigError(
-            f"scheduler: expected one of the optimizer that is handed over, found one of another "
+            "scheduler: expected a scheduler of the optimizer that you pass, found a scheduler of another "
             f"{type(of_another).__name__}: its learning rates would have no effect"
         )
 
@@ -97,9 +97,9 @@ class Schedule:
         before = _positions(self._scheduler)
         if self._turned_to not in (None, before):
             raise UsageError(
-                f"{where}: the scheduler stands at {_text(before)}, and the library has turned it to "
-                f"{_text(self._turned_to)}: expected nobody else to call scheduler.step(); remove the call, or leave "
-                "scheduler out of DataParallel"
+                f"{where}: the scheduler is at {_text(before)}, and Stretto had stepped it to "
+                f"{_text(self._turned_to)}: expected no other call of scheduler.step(); remove the call, or "
+                "omit scheduler= in DataParallel"
             )
         for _ in range(times):
             self._step(where)
@@ -107,8 +107,8 @@ class Schedule:
         for old, new in zip(before, after, strict=False):
             if isinstance(old, int) and isinstance(new, int) and new > old + times:
                 raise UsageError(
-                    f"{where}: {times} step() of the scheduler moved it from {old} to {new}: expected one that turns "
-                    "once; hand over the scheduler inside, if this one wraps another"
+                    f"{where}: {times} step() of the scheduler moved it from {old} to {new}: expected one "
+                    "step; if this scheduler wraps another scheduler, pass the wrapped scheduler"
                 )
 
     def _step(self, where: object) -> None:
@@ -116,14 +116,15 @@ class Schedule:
             self._scheduler.step()
         except ValueError as error:
             raise UsageError(
-                f"{where}: scheduler.step() raised {str(error)!r}: expected a schedule for every update of the "
-                "run, which are, per epoch, a rank's batches by micro_batches, rounded up; make it longer, or end "
-                "with feed(loader, updates=N)"
+                f"{where}: scheduler.step() raised {str(error)!r}: expected a schedule as long as the run, "
+                "whose updates per epoch are the batches of a rank divided by micro_batches, rounded up; "
+                "make it longer, or end with feed(loader, updates=N)"
             ) from error
         except (TypeError, LookupError, AttributeError) as error:
             raise UsageError(
-                f"{where}: scheduler.step() raised {type(error).__name__} ({error}): expected a schedule that turns "
-                "without arguments and reads no optimizer state; leave scheduler out, and turn it in on_update"
+                f"{where}: scheduler.step() raised {type(error).__name__} ({error}): expected a schedule that "
+                "steps without arguments and reads no optimizer state; omit scheduler=, and step it in "
+                "on_update"
             ) from error
 
 

@@ -94,7 +94,8 @@ class DiLoCo(Strategy):
             raise ConfigError(f"DiLoCo(mix={self.mix}): expected from 0 to below 1")
         if self.keep_progress and not self.delay:
             raise ConfigError(
-                "DiLoCo(keep_progress=True, delay=0): without a delay nothing has changed since; expected a delay"
+                "DiLoCo(keep_progress=True, delay=0): without a delay no step falls between sending and "
+                "arrival; expected a delay"
             )
 
     def update(self) -> Script:
@@ -131,6 +132,6 @@ def check_travel(record: Strategy, interval: str) -> None:
     if not 0 <= delay < every // fragments:
         raise ConfigError(
             f"{kind}(delay={delay}, {interval}={every}, fragments={fragments}): expected from 0 to "
-            f"{every // fragments - 1}, because a fragment lands before the next one leaves; raise {interval} or lower "
-            "fragments"
+            f"{every // fragments - 1}, because a fragment must arrive before the next fragment is sent; "
+            f"raise {interval} or lower fragments"
         )

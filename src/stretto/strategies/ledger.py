@@ -156,8 +156,8 @@ def _read_off(strategy: Strategy) -> Ledger:
     runs = [_dry_run(strategy, Moment(0, 1, drains=True))]
     if Launch not in map(type, runs[0]) and Local in map(type, runs[0]):
         raise ConfigError(
-            f"strategy {strategy.name}: an update of a rank that drains must contain a Launch, so that ranks that step "
-            "alone can agree on an end"
+            f"strategy {strategy.name}: an update of a rank without further data must contain a Launch, so "
+            "that ranks that step alone can agree on an end"
         )
     num_updates = _DRY_UPDATES_THAT_LOOK if Look in map(type, runs[0]) else _DRY_UPDATES
     averages: list[Any] = []
@@ -174,8 +174,8 @@ def _read_off(strategy: Strategy) -> Ledger:
         means = [effect for effect in runs[-1] if _is_mean(effect)]
         if means and aloft is not None:
             raise ConfigError(
-                f"strategy {strategy.name}: a mean of everything lands in the update in which it leaves: expected Land "
-                "right after Launch()"
+                f"strategy {strategy.name}: a mean of everything must arrive in the update that sends it: "
+                "expected `Land` right after Launch()"
             )
         averages += means
         gap = 0 if any(isinstance(effect, Average | Land) for effect in runs[-1]) else gap
@@ -223,8 +223,8 @@ def _check_launches(strategy: Strategy, effects: Sequence[Effect]) -> None:
     for effect in launches:
         if effect.state if effect.outer else (effect.fragments > 1 or effect.keeps_progress):
             raise ConfigError(
-                f"strategy {strategy.name}: fragments and progress go with an outer step, and the optimizer's state "
-                f"with a mean of everything, found {effect}"
+                f"strategy {strategy.name}: fragments and progress need an outer step, and the optimizer's "
+                f"state needs a mean of everything, found {effect}"
             )
 
 
@@ -232,8 +232,8 @@ def _aloft_after(strategy: Strategy, effect: Effect, aloft: int | None) -> int |
     """Return for how many rounds a fragment has been under way behind `effect`, if one is."""
     if isinstance(effect, Launch | Land) and (aloft is None) != isinstance(effect, Launch):
         raise ConfigError(
-            f"strategy {strategy.name}: one fragment is under way at a time: expected Launch and Land in turn, found "
-            f"{effect} while {'none' if aloft is None else 'one'} was under way"
+            f"strategy {strategy.name}: one fragment is in flight at a time: expected `Launch` and `Land` "
+            f"alternately, found {effect} while {'none' if aloft is None else 'one'} was in flight"
         )
     return 0 if isinstance(effect, Launch) else None if isinstance(effect, Land) else aloft
 
@@ -256,9 +256,9 @@ def _check_rounds(strategy: Strategy, runs: Sequence[Sequence[Effect]]) -> list[
         ends_round = number + 1 == len(kinds) or kinds[number + 1] in ACCUMULATIONS
         if ends_round and kind not in ((Gather,) if count[Reduce] else (Step, Preview)):
             raise ConfigError(
-                f"strategy {strategy.name}: every round must end with what its landing shows, a Gather after Reduce, "
-                f"a Step or Preview after AllReduce or Local; found {kind.__name__} as effect {number + 1} of "
-                f"{len(kinds)}"
+                f"strategy {strategy.name}: every round must end with the values that the model shows next, a "
+                f"Gather after Reduce, a Step or Preview after AllReduce or Local; found {kind.__name__} as "
+                f"effect {number + 1} of {len(kinds)}"
             )
     if count[Step] != 1:
         raise ConfigError(
@@ -276,18 +276,19 @@ def _check_asides(strategy: Strategy, runs: Sequence[Sequence[Effect]], count: C
     """Check that averages and outer steps have replicas, and come where they may."""
     if not count[Local] and any(isinstance(effect, Launch | Land) for run in runs for effect in run):
         raise ConfigError(
-            f"strategy {strategy.name}: Launch and Land need replicas that step alone, with Local"
+            f"strategy {strategy.name}: `Launch` and `Land` need replicas that step alone, with Local"
         )
     if count[Local] and any(isinstance(effect, Average) for run in runs for effect in run):
         raise ConfigError(
-            f"strategy {strategy.name}: replicas that step alone, with Local, are averaged by Launch() and Land(); "
-            "Average is for those that step with AllReduce"
+            f"strategy {strategy.name}: replicas that step alone, with Local, need `Launch()` and `Land()`; "
+            "Average is for replicas that step with AllReduce"
         )
     asks_ahead = any(isinstance(run[0], _ASIDES) for run in runs)
     if asks_ahead and (strategy.overlaps or not count[AllReduce]):
         raise ConfigError(
-            f"strategy {strategy.name}: only an update with AllReduce and without overlaps may look and average ahead "
-            "of its gradients; with Local ranks agree on their end at averages, so these come after the step"
+            f"strategy {strategy.name}: only an update with AllReduce and without overlaps may look and "
+            "average ahead of its gradients; with Local, ranks agree on their end at averages, so averages "
+            "come after the step"
         )
     if count[Reduce] and any(isinstance(effect, _ASIDES) for run in runs for effect in run):
         raise ConfigError(

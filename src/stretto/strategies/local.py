@@ -109,8 +109,8 @@ class LocalSGD(Strategy):
             raise ConfigError(f"LocalSGD(rate={self.rate}): expected averages per update, from 0 to 1")
         if self.rate == 0 and self.max_gap is None:
             raise ConfigError(
-                "LocalSGD(rate=0): expected averages now and then, because only there ranks agree on an end; set "
-                "max_gap, or a rate above 0"
+                "LocalSGD(rate=0): expected some averages, because ranks agree on an end only at averages; "
+                "set max_gap, or a rate above 0"
             )
         if self.max_gap is not None and self.max_gap < 1:
             raise ConfigError(f"LocalSGD(max_gap={self.max_gap}): expected at least 1 update, or None")

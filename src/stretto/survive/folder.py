@@ -87,9 +87,9 @@ class Folder:
             at = os.statvfs(self.path)
             free, whole = (blocks * at.f_frsize / 1e6 for blocks in (at.f_bavail, at.f_blocks))
             raise CheckpointError(
-                f"{self.path}: a share of {len(share.content) / 1e6:,.3f} MB cannot be written ({error.strerror}): "
-                f"{free:,.3f} MB of {whole:,.3f} MB are free. A rank needs room for six shares; give a container more "
-                "(docker run --shm-size), or name another folder"
+                f"{self.path}: a share of {len(share.content) / 1e6:,.3f} MB cannot be written "
+                f"({error.strerror}): {free:,.3f} MB of {whole:,.3f} MB are free. A rank needs room for six "
+                "shares; give the container more memory (docker run --shm-size), or name another folder"
             ) from error
 
     def _make(self) -> None:
@@ -99,7 +99,7 @@ class Folder:
         if found is not None:
             raise CheckpointError(
                 f"{self.path}: expected a folder that user {os.geteuid()} alone can write, for states of this machine, "
-                f"found {found}; name another one, which is made then"
+                f"found {found}; name another folder, which Stretto then makes"
             )
 
     def drop(self, generation: Generation, owner: int, share: Share) -> None:

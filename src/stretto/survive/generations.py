@@ -158,8 +158,8 @@ class Memory:
             return None
         if not whole:
             raise TornCheckpoint(
-                "no generation in memory is whole: ranks have ended together with those that held copies of their "
-                "shares; start the job again from its last checkpoint"
+                "no generation in memory is whole: some ranks ended together with the ranks that held copies "
+                "of their shares; start the job again from its last checkpoint"
             )
         self._knows_of_none = False
         chosen = max(whole)
@@ -211,7 +211,7 @@ class Memory:
         records = [
             [owner, shares[owner].owners, shares[owner].digest, len(shares[owner].content)] for owner in alone
         ]
-        told: list[Any] = Ranks(parallel).gather("giving out copies of shares", lambda: records)
+        told: list[Any] = Ranks(parallel).gather("sending copies of shares", lambda: records)
         to = buddies(machines)
         for index in range(max(map(len, told))):
             content = shares[alone[index]].content if index < len(alone) else memoryview(b"")

@@ -102,14 +102,14 @@ class LocalCheckpoints:
             if begin is None:
                 raise TornCheckpoint(f"{error}, with {self._folder.path} removed on all machines") from error
             if parallel.rank == 0:
-                _log.warning("%s: %s; beginning as without it", self._folder.path, error)
+                _log.warning("%s: %s; beginning without it", self._folder.path, error)
             self._memory.forget()
             restored = None
         if restored is None:
             keeping.begin(parallel, None, begin, loader=loader, extra=extra)
         elif parallel.rank == 0:
             _log.warning(
-                "going on from update %d on %d ranks, from %s on their machines",
+                "resuming from update %d on %d ranks, from %s on their machines",
                 restored.step, parallel.world_size, self._folder.path,
             )  # fmt: skip
         self._keeping = keeping

@@ -274,8 +274,8 @@ class Membership:
         self._is_lost = True
         if error is None:
             raise PeerSilent(
-                f"the store of the members has not answered for {limit:g} s: look at the machine that hosts it, and "
-                "start the job again from its last checkpoint"
+                f"the store of the members has not answered for {limit:g} s: check the machine that hosts it, "
+                "and start the job again from its last checkpoint"
             )
         raise PeerFailed(
             f"the store of the members is gone ({str(error).splitlines()[0]}): start the job again from its last "
@@ -287,7 +287,7 @@ class Membership:
         seat = rank if is_first else self._ranks - 1 + self._store.add("newcomers", 1)
         before = self._read(f"place/{rank}")
         if before is not None and before not in deaths(self._job):
-            announce_death(self._job, before, "another process has come in its place")
+            announce_death(self._job, before, "another process has replaced it")
         self._store.set(f"place/{rank}", json.dumps(seat))
         return seat
 
@@ -311,8 +311,8 @@ class Membership:
                 is_over = is_over or members.have_vanished(died)
             if is_over:
                 raise LeftOut(
-                    f"seat {self.seat}: the job ended before this process could come in: no member is left; if its "
-                    "work is not done, start it again from its last checkpoint",
+                    f"seat {self.seat}: the job ended before this process could join: no member remains; if "
+                    "its work is not done, start it again from its last checkpoint",
                     is_over=True,
                 )
             self._pause()
@@ -327,7 +327,9 @@ class Membership:
             said = {seat: found for seat, found in said.items() if found is not None}
             died = deaths(self._job)
             if self.seat in died:
-                raise LeftOut(f"seat {self.seat}: the others take this process for dead: {died[self.seat]}")
+                raise LeftOut(
+                    f"seat {self.seat}: the other members count this process as dead: {died[self.seat]}"
+                )
             if missing.are_gone(said, died):
                 living = {seat: is_done for seat, (is_done, *_) in said.items() if seat not in died}
                 is_over = all(living.values())
@@ -341,8 +343,8 @@ class Membership:
         if seats and self.seat not in seats:
             node = "" if self.ranks_per_node == 1 else ", or a rank of its node is gone"
             raise LeftOut(
-                f"seat {self.seat}: the others go on without this process, as seats {seats}: it had given no sign of "
-                f"life (Options.silent_seconds), or was taken for dead{node}"
+                f"seat {self.seat}: the other members continue without this process, as seats {seats}: it "
+                f"gave no sign of life (Options.silent_seconds), or they counted it as dead{node}"
             )
         return number, seats
 

@@ -146,7 +146,7 @@ class _Survivor(Generic[T]):
                 return result[0]
             if not seats:
                 raise LeftOut(
-                    f"seat {self._membership.seat}: nobody goes on: all have left, or no node is whole any more; if "
+                    f"seat {self._membership.seat}: no seat continues: all have left, or no node is whole; if "
                     "the work is not done, start the job again from its last checkpoint",
                     is_over=True,
                     is_asked=self._wish.is_asked,
@@ -190,7 +190,8 @@ class _Survivor(Generic[T]):
             if own in planned.seats or not self._wish.is_asked:
                 raise
             raise LeftOut(
-                f"seat {own}: this process has left, as it was asked to, before term {number}", is_asked=True
+                f"seat {own}: this process left before term {number}, on the signal that it received",
+                is_asked=True,
             ) from error
         if not following[1]:
             planned.group.leave()
@@ -210,7 +211,7 @@ class _Survivor(Generic[T]):
         try:
             return self._membership.following(Ended(number, seats, is_done=True))
         except (PeerFailed, PeerSilent) as error:
-            _log.warning("%s: but this process has done its work", error)
+            _log.warning("%s: this process had already done its work", error)
             return number + 1, ()
 
     def _begin(self, number: int, seats: Sequence[int]) -> Term:
@@ -261,7 +262,7 @@ def _changes(before: Sequence[int], after: Sequence[int]) -> str:
         [seat for seat in one if seat not in other] for one, other in ((after, before), (before, after))
     )
     parts = [f"{how} {', '.join(map(str, who))}" for how, who in (("with", come), ("without", left)) if who]
-    return f"by plan, to go on {' and '.join(parts)}"
+    return f"by plan, to continue {' and '.join(parts)}"
 
 
 def _is_loss(error: RuntimeError, term: Term | None) -> bool:

@@ -46,8 +46,8 @@ class Before:
         """Return it, once the job is back at a step."""
         agreed, back = self.agreed - self.at, time.perf_counter() - self.at
         return (
-            f"{self.words}: going on from update {step} on {ranks} ranks; agreed after {agreed:.2f} s, back after "
-            f"{back:.2f} s"
+            f"{self.words}: resuming from update {step} on {ranks} ranks; agreed after {agreed:.2f} s, back "
+            f"after {back:.2f} s"
         )
 
 
@@ -173,8 +173,8 @@ class Term:
         """
         if not self.group.of_jobs:
             raise ConfigError(
-                f"rank {self.rank}: term.go_on() of a job that would not hear of the term's members: expected "
-                "DataParallel(..., group=term.group)"
+                f"rank {self.rank}: term.go_on() of a job over another group: expected DataParallel(..., "
+                "group=term.group)"
             )
         self._job = weakref.ref(parallel)
         self.beginning.note(parallel)

@@ -151,7 +151,7 @@ def _train_once(named: str, options: Sequence[str], run: RunConfig[TaskConfig], 
     arm = parse_arm(run.strategy)
     if not arm.is_ours:
         raise ConfigError(
-            f"{arm.name} is there to compare with: stretto compare {named} --strategies {arm.name},..."
+            f"{arm.name} runs only in a comparison: stretto compare {named} --strategies {arm.name},..."
         )
     with named_as_options(run), named_as_options(run.task, TASK):
         run = (run.fitted_to(arm) if is_auto(options) else run).run_of(arm)

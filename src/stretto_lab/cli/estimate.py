@@ -22,8 +22,8 @@ def print_estimate(words: Sequence[str]) -> None:
     print(
         fold(
             f"{config.parameters} parameters, {work.ranks} ranks, {config.network}: an exact exchange sends "
-            f"{_bytes(base.sent_bytes)} per rank and keeps the link busy for {base.wire_seconds:.3g} s, beside "
-            f"{work.update_seconds:.3g} s of computing."
+            f"{_bytes(base.sent_bytes)} per rank and keeps the link busy for {base.wire_seconds:.3g} s, "
+            f"next to {work.update_seconds:.3g} s of computing."
         )
     )
     print()
@@ -34,10 +34,10 @@ def print_estimate(words: Sequence[str]) -> None:
     print(
         f"\nFirst choice: {choice.options}  ({choice.nats:+.3f} nats)\n"
         + fold(
-            f"{base.seconds / choice.time.seconds:.2f} times as fast as zero1 on fp32. Nats: of held-out loss, per "
-            "byte, what each has cost a small GPT, averages on the next larger of 2, 8 and 32 ranks; it may differ for "
-            "you. Sent: by a rank per update. Waits: the share of an update that waits for the link. Memory is without "
-            "activations. Nothing was measured here: `stretto plan` does that."
+            f"{base.seconds / choice.time.seconds:.2f} times as fast as zero1 on fp32. Nats: held-out loss "
+            "per byte that each exchange cost a small GPT, averages on the next larger of 2, 8 and 32 ranks; "
+            "your model may differ. Sent: by a rank per update. Waits: the share of an update that waits for "
+            "the link. Memory is without activations. Nothing was measured here: `stretto plan` does that."
         )
     )
 

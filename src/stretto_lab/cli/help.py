@@ -43,13 +43,13 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             ),
         ),
         "resume": Command(
-            summary="go on with a run of train, from its last good checkpoint",
+            summary="continue a run of train from its last good checkpoint",
             takes="FOLDER",
             record="RunConfig",
             basic=("updates", "seconds", "to-loss", "workers", "link"),
         ),
         "compare": Command(
-            summary="run strategies in turns on the same link",
+            summary="run strategies alternately on the same link",
             takes="RECIPE",
             record="CompareConfig",
             basic=(

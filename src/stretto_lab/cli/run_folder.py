@@ -68,7 +68,7 @@ def run_folder(
             raise
         except (KeyboardInterrupt, SystemExit):
             if checkpoint.latest(checkpoints_of(run)) is not None:
-                print(f"go on with it: {resume_command(run)}", flush=True)
+                print(f"to continue: {resume_command(run)}", flush=True)
             elif run.checkpoint_every is not None:
                 print(f"no checkpoint yet: there is one every {run.checkpoint_every} updates", flush=True)
             raise
@@ -91,7 +91,7 @@ def command_of(folder: Path) -> dict[str, Any]:
     """
     if not (folder / CONFIG).is_file():
         beside = [path.parent.name for path in folder.parent.glob(f"*/{CONFIG}") if path.is_file()]
-        raise ConfigError(f"{folder} holds no run that could be resumed{did_you_mean(folder.name, beside)}")
+        raise ConfigError(f"{folder} holds no run to resume{did_you_mean(folder.name, beside)}")
     try:
         found = _checked(json.loads(read_whole(folder / CONFIG))["command"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -111,10 +111,10 @@ def check_recipe(folder: Path, command: Mapping[str, Any]) -> None:
     place, kept = command["recipe"], command["digest"]
     if not names_own(place) or (kept is not None and kept == digest(place)):
         return
-    why = "keeps no digest of it" if kept is None else "it is not what the run began with"
+    why = "keeps no digest of it" if kept is None else "it has changed since the run began"
     raise ConfigError(
-        f"{folder / CONFIG} names the recipe {place}, whose code would run, and {why}: if you trust what is there now, "
-        f"name it: stretto resume {shlex.quote(str(folder))} {shlex.quote(place)}"
+        f"{folder / CONFIG} names the recipe {place}, whose code would run, and {why}: if you trust that "
+        f"code, name it: stretto resume {shlex.quote(str(folder))} {shlex.quote(place)}"
     )
 
 

@@ -51,7 +51,7 @@ def print_run(outcome: Outcome, run: RunConfig[TaskConfig], *, is_on_a_link: boo
         lengths = {"--seconds": run.seconds, "--samples": run.samples}
         given = {option: length for option, length in lengths.items() if length is not None}
         option, length = next(iter(given.items()), ("--updates", outcome.updates))
-        print(f"go on with it   {resume_command(run, option, f'{2 * length:.15g}')}")
+        print(f"to continue     {resume_command(run, option, f'{2 * length:.15g}')}")
     if run.tensorboard:
         print(f"look at it      {shlex.join(['tensorboard', '--logdir', str(run.run_dir)])}")
 
@@ -117,7 +117,7 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
     """Print the measured times, and what follows from them."""
     rows = {
         "to load a batch, nothing else": (diagnosis.load_seconds, diagnosis.load_variation),
-        "to train on one that is loaded": (diagnosis.step_seconds, diagnosis.step_variation),
+        "to train on a loaded batch": (diagnosis.step_seconds, diagnosis.step_variation),
         "both, as the loop does it": (diagnosis.period_seconds, diagnosis.period_variation),
     }
     for name, (seconds, variation) in rows.items():
@@ -139,7 +139,7 @@ def _limit(choice: Price, machine: Machine) -> str:
     if core <= link or machine.cores == math.inf or machine.ranks == 1 or ledger.local:
         return ""
     return (
-        f"a core is the limit of exchanges on {wire}, not the link: per update it packs, adds and copies for "
+        f"a core limits exchanges on {wire}, not the link: per update the core packs, adds and copies for "
         f"{core:.2g} s, and the link sends for {link:.2g} s"
     )
 
@@ -159,14 +159,15 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
     )
     if machine.shards > 1:
         text = (
-            f"parameters, link and the columns below are a rank's, which holds one of {machine.shards} shards and "
-            "exchanges it with other nodes; what FSDP2 sends inside a node is part of the micro-batch"
+            f"parameters, link and the columns below are for one rank, which holds one of {machine.shards} "
+            "shards and exchanges it with other nodes; the time of a micro-batch includes FSDP2's exchange "
+            "inside a node"
         )
         print(fold(text))
     if machine.ranks_per_node > 1:
         text = (
-            f"on nodes of {machine.ranks_per_node} ranks: the link is a node's, a rank inside has "
-            f"{_rate(machine.inside)}; gradients are added up inside first, except in rows of one level"
+            f"on nodes of {machine.ranks_per_node} ranks: the link is between nodes, and a rank inside a node "
+            f"has {_rate(machine.inside)}; gradients are added up inside first, except in rows of one level"
         )
         print(fold(text))
     if text := _limit(choice, machine):
@@ -179,16 +180,19 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
         )
     print(
         fold(
-            "waits: share of an update that waits for others. MB sent: by a rank per update. MB held: by a rank, for "
-            "model, gradients, optimizer and what the wire keeps. Reasons in nats: of held-out loss, per byte, of a "
-            "small GPT."
+            "waits: share of an update that waits for others. MB sent: by a rank per update. MB held: by a "
+            "rank, for model, gradients, optimizer and the residual of the wire. Reasons in nats: held-out "
+            "loss per byte of a small GPT."
         )
     )
     if any(_has_clock(one.arm) for one in last.prices):
         print("(xN) by the clock, with N times as large a batch in the mean")
     slower = machine.load_seconds / machine.micro_batch_seconds
     if slower > 1.02:
-        text = f"the loader takes {slower:.1f} times as long as a micro-batch: ask stretto diagnose what an echo gains"
+        text = (
+            f"the loader takes {slower:.1f} times as long as a micro-batch: stretto diagnose measures the gain of "
+            "an echo"
+        )
         print(fold(text, indent=2))
 
 
@@ -248,7 +252,9 @@ def recommendation(ranking: Ranking) -> str:
     base_wire = parse_arm(base.arm).wire
     default = f"{base.arm.replace(f':wire={base_wire}', '')} on {base_wire}"
     per_sample = " per sample" if clock is not None else ""
-    faster = "which nothing beats" if choice == base else f"{gain:.2f} times as fast{per_sample} as {default}"
+    faster = (
+        "and nothing is faster" if choice == base else f"{gain:.2f} times as fast{per_sample} as {default}"
+    )
     seconds = f"{choice.seconds:.4f} s per update"
     text = f"{_ranks_of(ranking.machine)}: use {options}: {seconds}, {faster}; {loss}"
     if clock is not None:

@@ -177,7 +177,7 @@ def _parts(strategy: Strategy, ledger: Ledger, micro_batches: int) -> list[Part]
         return [Part(1 / ledger.rounds, quota / micro_batches) for quota in quotas]
     if ledger.replicated:
         raise ConfigError(
-            f"{strategy.name}: the time model knows only bounds; zero1 sends as much and is exact too"
+            f"{strategy.name}: the time model has only bounds for it; zero1 sends as much and is exact too"
         )
     reducing = Part(1 / 2, _BACKWARD / micro_batches, in_buckets=True)
     return [reducing, Part(1 / 2, 0.0)]

@@ -16,7 +16,7 @@ WINDOW = 20
 """Updates over which loss and rates are averaged: short enough to follow, long enough not to flicker."""
 LINE_SECONDS = 5.0
 """Time between two plain lines of updates; the first and the last update always have one."""
-LANDING = "this update lands and is saved; another stop ends at once"
+LANDING = "Stretto finishes and saves this update; a second stop ends at once"
 """What is told once a stop signal has come."""
 
 

@@ -86,7 +86,7 @@ def read_records(folder: Path, name: str, gaps: list[str], *, expected: bool) ->
     if damaged:
         lines = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
         count = "1 damaged line is" if len(damaged) == 1 else f"{len(damaged)} damaged lines are"
-        gaps.append(f"{name}: {count} left out ({lines})")
+        gaps.append(f"{name}: {count} skipped ({lines})")
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

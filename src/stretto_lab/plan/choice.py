@@ -85,8 +85,8 @@ def choose(
     """
     if any(map(is_dtensor, model.parameters())):
         raise ConfigError(
-            "choose: expected a model that is whole on every rank, found one that fully_shard has cut; stretto plan "
-            "--shard prices a recipe whose model is sharded inside nodes"
+            "choose: expected a whole model on every rank, found one that fully_shard has sharded; stretto "
+            "plan --shard prices a recipe whose model is sharded inside nodes"
         )
     fixed = micro_batches if isinstance(micro_batches, int) else micro_batches.minimum
     device = next(model.parameters(), torch.empty(0)).device

@@ -59,8 +59,8 @@ class PlanConfig(Job[TaskT]):
             raise ConfigError(f"wire={self.wire!r}: a plan knows the prices of {', '.join(WIRES)} alone")
         if self.changes is not None:
             raise ConfigError(
-                f"changes={self.changes!r}: a plan prices one format for all that is sent: leave it out, and set it "
-                "beside the strategy that you choose"
+                f"changes={self.changes!r}: a plan prices one format for everything that a rank sends: remove "
+                "the option, and set it together with the strategy that you choose"
             )
         if self.network is not None:
             parse_network(self.network)

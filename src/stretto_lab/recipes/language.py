@@ -153,7 +153,7 @@ class Language:
         batches = self._blocks(heldout, tokens)
         if not any(batch.predicted for batch in batches):
             raise errors.ConfigError(
-                f"the held-out side of {self.data} is empty: there is nothing to predict"
+                f"the held-out side of {self.data} is empty: expected at least one token to predict"
             )
         return Task(
             model=model,

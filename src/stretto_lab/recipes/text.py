@@ -136,7 +136,7 @@ class FolderTokens:
                 f"{folder} holds no tokenizer that can be read: {reason}; set tokenizer"
             ) from error
         if self._tokenizer.eos_token_id is None:
-            raise errors.ConfigError(f"the tokenizer in {folder} has no eos_token, which has to end a text")
+            raise errors.ConfigError(f"the tokenizer in {folder} has no eos_token, which must end a text")
         self.end: int = self._tokenizer.eos_token_id
         self.vocabulary: int = len(self._tokenizer)
 

@@ -25,9 +25,7 @@ def guard_faults(
     They promise to notice each damage within an update, in jobs of all `strategies` on all numbers of `ranks`.
     """
     guards, again = make(), pickle.loads(pickle.dumps(make()))
-    broken = (
-        [] if repr(guards) == repr(again) else [f"made again, pickled: expected {guards!r}, found {again!r}"]
-    )
+    broken = [] if repr(guards) == repr(again) else [f"after pickling: expected {guards!r}, found {again!r}"]
     for strategy, size in ((strategy, size) for strategy in strategies for size in ranks):
         job = Job(strategy=strategy, guards=guards, updates=updates)
         bare, clean = _trained(job, size, run, guards=()), _trained(job, size, run)

@@ -161,8 +161,8 @@ def parse_arm(text: str) -> Arm:
     name = place[0] if place else split_settings(text)[0]
     if name == AUTO:
         raise ConfigError(
-            f"{text!r}: auto takes no settings, and is of train alone: expected --strategy auto there, or "
-            "the name of a strategy"
+            f"{text!r}: auto takes no settings, and only train knows it: expected stretto train --strategy "
+            "auto, or the name of a strategy"
         )
     own = field_types(STRATEGIES[name] if name in STRATEGIES else options_of(peer_of(name)))
     settings = SETTINGS if name in STRATEGIES else {key: SETTINGS[key] for key in _OF_PEERS}
@@ -205,5 +205,5 @@ def parse_arms(texts: Sequence[str]) -> list[Arm]:
         ConfigError: A value cannot be read or cannot be, or two arms are the same.
     """
     if len(set(texts)) < len(texts):
-        raise ConfigError(f"an arm stands twice in {', '.join(texts)}; use repeats to run all of them again")
+        raise ConfigError(f"an arm is twice in {', '.join(texts)}; use repeats to run all of them again")
     return [parse_arm(text) for text in texts]

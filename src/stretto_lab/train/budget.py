@@ -153,9 +153,9 @@ def budget_of(run: RunConfig[TaskT], world_size: int, total: int | None = None) 
     is_unequal = has_clock or run.survive
     if is_unequal or isinstance(parse_plan(run.echo, 1), Ready | Auto) or run.nonfinite == "skip":
         raise ConfigError(
-            f"{run.strategy} with a budget of samples: ranks that step alone do not hear how much the others load: "
-            "expected fixed counts, equal on all ranks (no survive), an echo that the seed decides (even or "
-            "bernoulli), and nonfinite=raise; or a number of updates"
+            f"{run.strategy} with a budget of samples: ranks that step alone do not know how much the others "
+            "load: expected fixed counts, equal on all ranks (no survive), an echo that the seed decides "
+            "(even or bernoulli), and nonfinite=raise; or a number of updates"
         )
     # Seed and step decide, so every rank has loaded as much as this one.
     return Budget(samples, nominal, lambda update: update.fresh * batch * world_size)

@@ -76,7 +76,8 @@ class Training(Options, Generic[TaskT]):
         check_at_least(self, seed=0, updates=1, samples=1, micro_batches=1, evaluate_every=1)
         if self.updates is not None and self.samples is not None:
             raise ConfigError(
-                f"updates={self.updates} and samples={self.samples}: expected one length of the run; leave out one"
+                f"updates={self.updates} and samples={self.samples}: expected one length of the run; remove "
+                "the other"
             )
         if self.samples is not None:
             samples_of(self.task)
@@ -167,7 +168,7 @@ class Job(Training[TaskT]):
         changes = dict(arm.settings)
         if self.wire not in (changes.get("wire", self.wire), Options().wire):
             raise ConfigError(
-                f"wire={self.wire!r} and strategy={arm.text!r}: expected one wire; leave out one"
+                f"wire={self.wire!r} and strategy={arm.text!r}: expected one wire; remove the other"
             )
         if "lr" in changes:
             changes["task"] = _with_rate(self.task, changes.pop("lr"))
@@ -188,8 +189,8 @@ def samples_of(task: TaskConfig) -> int:
     batch: Any = getattr(task, "batch", None)
     if not is_count(batch, 1):
         raise ConfigError(
-            f"{type(task).__name__} has no option batch, which would say how many samples a micro-batch has: expected "
-            "a number of updates instead of samples"
+            f"{type(task).__name__} has no option batch, the number of samples of a micro-batch: expected a "
+            "number of updates instead of samples"
         )
     return int(batch)
 
@@ -241,8 +242,8 @@ class RunConfig(Job[TaskT]):
         of_ranks = {"faults": self.faults, "noise": self.noise is not None and self.noise.ranks is not None}
         if self.survive and (asked := [name for name, names_ranks in of_ranks.items() if names_ranks]):
             raise ConfigError(
-                f"survive does not go with {' and '.join(asked)}: ranks are named there, and those that go on are "
-                "numbered anew; leave out one of them"
+                f"survive does not work with {' and '.join(asked)}, which name ranks: survivors get new "
+                "numbers; remove one of the options"
             )
 
 

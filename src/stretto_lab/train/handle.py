@@ -112,11 +112,11 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
     arm = parse_arm(run.strategy)
     if not arm.is_ours and (run.faults or run.noise is not None):
         what = "faults strike" if run.faults else "noise hits"
-        raise ConfigError(f"{arm.name}: {what} our own strategies only; leave out the one or the other")
+        raise ConfigError(f"{arm.name}: {what} strategies of the library only; remove one of the two")
     if run.slow and not arm.is_ours:
         raise ConfigError(
-            f"slow with strategy={arm.text!r}: a stock method tells nobody of its micro-batches: expected strategies "
-            "of the library"
+            f"slow with strategy={arm.text!r}: a stock method does not report its micro-batches: expected a "
+            "strategy of the library"
         )
     if arm.is_ours:
         model = nn.ParameterList([torch.zeros(1)])
@@ -149,15 +149,13 @@ def _check_shards(run: RunConfig[TaskT], world_size: int) -> None:
         raise ConfigError(f"shard={run.shard}: expected a divisor of the {world_size} ranks")
     unfit = {
         f"strategy={run.strategy!r}, a stock method": not parse_arm(run.strategy).is_ours,
-        f"link={run.link!r}, which would slow down the inside of nodes too": not Link.parse(run.link).is_free,
+        f"link={run.link!r}, which would slow links inside nodes too": not Link.parse(run.link).is_free,
         "faults": bool(run.faults),
         "ranks_per_node, whose ranks FSDP2 has already": run.ranks_per_node is not None,
         "noise": run.noise is not None,
     }
     if refused := [what for what, is_asked in unfit.items() if is_asked]:
-        raise ConfigError(
-            f"shard={run.shard} with {', '.join(refused)}: not built yet; leave out one of them"
-        )
+        raise ConfigError(f"shard={run.shard} with {', '.join(refused)}: not built yet; remove one of them")
 
 
 class Rehearsal:

@@ -41,8 +41,8 @@ def held(folder: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno in _HELD:
                 raise ConfigError(
-                    f"{folder} is in use by {_holder(descriptor)}: expected no run there; wait for its "
-                    "end or stop it, or name another --run-dir"
+                    f"{folder} is in use by {_holder(descriptor)}: expected no run in it; wait for the end of "
+                    "that run or stop it, or name another --run-dir"
                 ) from error
         with contextlib.suppress(OSError):  # the lock counts, and not what the file says
             os.ftruncate(descriptor, 0)

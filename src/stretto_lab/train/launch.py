@@ -179,8 +179,8 @@ def train(
     if run.survive:
         if not isinstance(ranks, LocalRanks):
             raise ConfigError(
-                "--survive starts local workers and replaces them: expected no launcher; in a loop of your own "
-                "stretto.survives does the rest (the page survive)"
+                "--survive starts local workers and replaces them: expected no launcher; in your own loop "
+                "call stretto.survives (the page survive)"
             )
 
         def damaged(worker: int, error: CorruptionError, others: int) -> None:
@@ -202,7 +202,7 @@ def train(
             if isinstance(outcome, Outcome):  # others have left
                 return outcome
         raise WorkerFailed(
-            "no worker has come to the end: those that were left were no whole node; go on from the last checkpoint "
+            "no worker reached the end: the last workers were no whole node; resume from the last checkpoint "
             "with stretto resume"
         )
     return ranks.call(train_rank, run, warmup_updates, shows_progress, is_passing)[0]

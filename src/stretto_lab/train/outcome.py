@@ -226,7 +226,7 @@ def check_folder(folder: Path, *, resume: bool) -> None:
     odd = [name for name in (*_OURS, *_OUR_FOLDERS) if not _has_kind(folder / name, name in _OUR_FOLDERS)]
     if odd:
         raise ConfigError(
-            f"{folder / odd[0]} is not what a run has written: expected a "
+            f"{folder / odd[0]} is not from a run: expected a "
             f"{'folder' if odd[0] in _OUR_FOLDERS else 'file'}, and no link; move it away"
         )
 

@@ -247,7 +247,7 @@ def _show_start(progress: Progress, start: TrainState, budget: Budget | None, sa
     if budget is not None:
         progress.lasts(budget.share)
     if start.step:
-        progress.doing(f"going on after update {start.step}")
+        progress.doing(f"resuming after update {start.step}")
     for note in start.notes:
         progress.doing(f"note: {note}")
     progress.waits("waiting for the others, or evaluating before the first update")

@@ -99,7 +99,7 @@ class _Replaced:
             self._lose(seat, info, str(death))
             return
         if not succeeded and report.damage and self._running:
-            self._log(f"worker {seat} is left out ({report.text}): {len(self._running)} go on")
+            self._log(f"worker {seat} is removed ({report.text}): {len(self._running)} continue")
             self._damaged(seat, report.damage, len(self._running))
         elif not succeeded:
             raise WorkerFailed(
@@ -113,8 +113,8 @@ class _Replaced:
     def _lose(self, seat: int, info: RankInfo, why: str) -> None:
         """Start a worker in the place of one that is lost, if there are any left."""
         replaces = self._restarts > 0
-        what = f"worker {self._seats} is started in its place" if replaces else "none is started any more"
-        self._log(f"worker {seat} is lost ({why}): {len(self._running)} go on; {what}")
+        what = f"worker {self._seats} replaces it" if replaces else "no further worker is started"
+        self._log(f"worker {seat} is lost ({why}): {len(self._running)} continue; {what}")
         if replaces:
             self._restarts -= 1
             self._start(info)

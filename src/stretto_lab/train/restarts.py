@@ -97,9 +97,9 @@ def _in_words(
     run: RunConfig[TaskT], left_out: Collection[int], going_on: RunConfig[TaskT], before: int
 ) -> str:
     latest = checkpoint.latest(checkpoints_of(run))
-    begin = "from the beginning, for want of a checkpoint" if latest is None else f"from {latest.name}"
+    begin = "from the beginning, because there is no checkpoint" if latest is None else f"from {latest.name}"
     without = f" without rank {', '.join(map(str, left_out))}" if left_out else ", with the same ranks"
     workers = f"{going_on.workers} of {before} workers"
     if going_on.ranks_per_node != run.ranks_per_node:
-        workers += f", no longer summed in nodes of {run.ranks_per_node}, which are not whole any more"
-    return f"going on {begin}{without}: {workers}, {going_on.restarts} more restarts"
+        workers += f", no longer summed in nodes of {run.ranks_per_node}, which are no longer whole"
+    return f"resuming {begin}{without}: {workers}, {going_on.restarts} more restarts"

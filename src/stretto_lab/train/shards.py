@@ -44,8 +44,9 @@ def placed(task: Task, job: Job[TaskT], device: torch.device, term: Term | None 
     choices = BufferChoices.read(job.buffers)
     if any(choices.of(name) != "alone" for name in _running_statistics(model)):
         raise ConfigError(
-            f"shard={job.shard}: the model has batch normalisation, whose running statistics nobody averages inside a "
-            "node: expected shard=1, a model without it, or buffers='*=alone', which leaves each rank its own"
+            f"shard={job.shard}: the model has batch normalisation, whose running statistics Stretto does not "
+            "average inside a node: expected shard=1, a model without it, or buffers='*=alone', which keeps "
+            "separate statistics on each rank"
         )
     mesh: Any
     if term is not None:

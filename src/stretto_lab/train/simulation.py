@@ -88,8 +88,8 @@ class SimulateConfig(Training[TaskT]):
         store = SlowStore.parse(self.slow_loader)
         if store is not None and store.decodes:
             raise ConfigError(
-                f"slow loader {self.slow_loader!r}: what decoding takes of a core is not modelled: expected one that "
-                "waits, as 30,jitter=0.5"
+                f"slow loader {self.slow_loader!r}: the time that decoding takes from a core is not modelled: "
+                "expected a loader that waits, as 30,jitter=0.5"
             )
         self.cluster()  # refuses a network and costs that cannot be
 

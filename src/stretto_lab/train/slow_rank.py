@@ -66,6 +66,6 @@ def slow_down(
     if not slow:
         return
     if not isinstance(handle, DataParallel):
-        raise ConfigError(f"slow ranks are those of DataParallel, not of {type(handle).__name__}")
+        raise ConfigError(f"slow ranks need DataParallel, not {type(handle).__name__}")
     if (factor := slow.get(handle.rank, 1.0)) > 1:
         handle.job.model.listeners.append(SlowRank(factor, device, now, wait))

@@ -157,7 +157,7 @@ class TrainState:
     def _from_files(cls, run: RunConfig[TaskT], task: Task, parallel: Handle, total: int | None) -> Self:
         paths = checkpoint.newest_first(checkpoints_of(run)) if run.resume else []
         if not paths:
-            return cls(notes=("no checkpoint yet: the run begins at its beginning",) if run.resume else ())
+            return cls(notes=("no checkpoint yet: the run begins at update 0",) if run.resume else ())
         sound, restored = _load_first_sound(paths, task, parallel)
         incidents = tuple(
             Incident(

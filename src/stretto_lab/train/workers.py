@@ -102,7 +102,7 @@ def joined_group(info: RankInfo, link: Link, device: torch.device, timeout_secon
     """
     if device.type != "cpu" and not link.is_free:
         raise ConfigError(
-            f"--link slows Gloo, but this job is on {device}, over NCCL: leave it out, or --device cpu"
+            f"--link slows Gloo, but this job is on {device}, over NCCL: remove it, or add --device cpu"
         )
     timeout = timedelta(seconds=timeout_seconds)
     register_throttled(link, address=address_of(info))

@@ -134,6 +134,6 @@ class _Run(Generic[T]):
 
     def _deadlock(self) -> Exception:
         return Deadlock(
-            "no rank can go on: expected every rank to come to the same collectives",
+            "no rank can continue: expected every rank to call the same collectives",
             tuple(rank_statuses(self._schedule)),
         )

@@ -193,7 +193,7 @@ class CollectiveMatcher:
     def _raise_if_left(self, rank: int) -> None:
         if self._left_by is not None:
             raise PeerFailed(
-                f"rank {self.ranks[rank]}: rank {self._left_by} has given up {self.name} after an error"
+                f"rank {self.ranks[rank]}: rank {self._left_by} has ended {self.name} after an error"
             )
 
     def _perform(self, rendezvous: Rendezvous) -> None:

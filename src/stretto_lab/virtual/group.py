@@ -58,8 +58,8 @@ class VirtualGroup(CollectiveGroup):
         """
         if not self._time.schedule.current.is_here:
             raise OutOfTurn(
-                f"rank {self.rank()}: virtual time passes on the rank's own threads only, not on one beside them: "
-                "expected an EchoLoader directly around a VirtualStore, and no other thread that reads it"
+                f"rank {self.rank()}: virtual time passes only on the rank's own threads: expected an "
+                "EchoLoader directly around a VirtualStore, and no other thread that reads it"
             )
         self._time.schedule.sleep_until(at_ns)
 
