@@ -406,7 +406,7 @@ def judged(running: Running, calm: list[float] | None) -> Verdict:
     errors = [(node, line["error"]) for node, lines in lives for line in lines if "error" in line]
     for node, error in errors:
         meant = next((after for words, after in MEANT.items() if words in error), set())
-        if not meant & kinds or ("go on without" in error and node not in hit):
+        if not meant & kinds or ("continue without" in error and node not in hit):
             faults.append(f"node {node} ended with {error}")
     models = [line["model"] for _, lines in lives for line in lines if "model" in line]
     if any(model != models[0] for model in models):

@@ -24,7 +24,7 @@ class Incident:
     link: tuple[int, int] | None = None
     """Sender and receiver, for damage on a link."""
     action: str
-    """What became of it: "sent again", "summed again", "mended", "copied from rank 2", "left out", ..."""
+    """What became of it: "sent again", "summed again", "mended", "copied from rank 2", ..."""
     expected: str | None = None
     """Digest of the healthy values, hexadecimal, where it is known."""
     found: str | None = None

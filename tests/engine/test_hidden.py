@@ -177,7 +177,7 @@ def test_second_gradient_behind_a_departure_has_all_ranks_sum_again(caplog: pyte
 
     with caplog.at_level(logging.INFO, "stretto"):
         trace = check_same(step, torn=True)
-    told = [record.getMessage() for record in caplog.records if "summed again" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "sums the round again" in record.getMessage()]
     assert told
     assert [message for message in told if "on ranks [1]" not in message] == []
     # The first update hides, the second is torn, and nothing leaves early from then on.
@@ -198,7 +198,7 @@ def test_late_write_of_a_hook_has_all_ranks_sum_again(caplog: pytest.LogCaptureF
 
     with caplog.at_level(logging.INFO, "stretto"):
         check_same(plain, prepare, torn=True)
-    assert "summed again" in caplog.text
+    assert "sums the round again" in caplog.text
 
 
 def damaging(where: tuple[int, int], layer: int, place: int, factor: float, kept: bool) -> Step:

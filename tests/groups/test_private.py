@@ -112,7 +112,7 @@ def like_the_given_group(rank: int) -> tuple[bool, bool, list[int]]:
     throttled = dist.new_group([0, 1], backend="throttled")
     outsiders = dist.new_group([0])
     if rank == 1:
-        with pytest.raises(ConfigError, match="not in the group"):
+        with pytest.raises(ConfigError, match="not in the given group"):
             private_group(outsiders)
     group = private_group(throttled)
     return isinstance(group, ThrottledGroup), group is not throttled, dist.get_process_group_ranks(group)

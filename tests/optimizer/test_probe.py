@@ -109,7 +109,7 @@ def test_attribute_of_a_parameter_shows_if_the_optimizer_reads_it() -> None:
 
 
 def test_rank_that_owns_nothing_is_tried_too() -> None:
-    with pytest.raises(UnsupportedOptimizer, match=r"FirstParameter cannot step .* by itself \(IndexError"):
+    with pytest.raises(UnsupportedOptimizer, match=r"FirstParameter cannot step .* alone \(IndexError"):
         whole_groups(FirstParameter(matrix()))
 
 
