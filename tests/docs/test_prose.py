@@ -1,10 +1,12 @@
 """Prose for people in a hurry: few numbers in a paragraph, and the field's words in the order of English."""
 
+import ast
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tests.docs.pages import DOCS, README, ROOT, without_code
+from tests.style.source import package_files, parsed
 
 _NUMBER = re.compile(r"(?<![\w.])(?<!\w-)\d[\d.,]*")
 _NOT_PROSE = re.compile(r"^(?:\||<|#).*$", re.MULTILINE)
@@ -110,3 +112,45 @@ def test_the_other_voice_is_heard() -> None:
     assert marked("Stretto sends gradients in 2 bits while the next ones are computed.") == []
     assert marked("`what is` and\n\n## What is public\n\n[code](what_is.md#nobody)") == []
     assert len(marked("What is left travels\nbeside the others, and nobody tells.")) >= 4
+
+
+def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
+    """Yield docstrings of modules, classes and functions, and those below fields."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
+            yield node.value
+
+
+def messages(tree: ast.AST) -> Iterator[str]:
+    """Yield every other text of several words: errors, warnings, notes, help."""
+    parts = {
+        id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)
+    }
+    passed = parts | {id(node) for node in docstrings(tree)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in passed:
+            text = node.value
+        else:
+            continue
+        if " " in text.strip():
+            yield text
+
+
+def test_messages_are_written_in_the_words_of_the_field() -> None:
+    of_files = {
+        str(file): [place for text in messages(parsed(file)) for place in marked(text)]
+        for file in package_files()
+    }
+    assert {file: places for file, places in of_files.items() if places} == {}
+
+
+def test_messages_are_texts_without_docstrings_and_names() -> None:
+    source = 'def f(n):\n    """What is left."""\n    raise ValueError(f"rank {lands(n)}: " "nobody" f" {n:d} lands")\n'
+    assert list(messages(ast.parse(source))) == ["rank {}: nobody {} lands"]
+    assert [text.value for text in docstrings(ast.parse(source))] == ["What is left."]

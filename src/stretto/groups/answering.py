@@ -1,7 +1,7 @@
 """An answer that says that a process runs, also while one long call keeps Python's lock: a thread of C++ gives it.
 
-Every rank keeps a store of its own, which holds nothing. Its thread answers a ping whatever Python does, and stands
-still with a process that is stopped. Whoever asks does so in Python, with a time-out: no call of a `TCPStore` gives up.
+Every rank keeps an empty store. Its thread answers a ping while Python is busy, and stops with the process. Another
+rank asks in Python, with a time-out, because no call of a `TCPStore` has one.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import struct
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 _PING = struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 1)
-"""A client's greeting and its ping, as `TCPStore` writes them; where that changes, nobody answers."""
+"""A client's greeting and its ping, as `TCPStore` writes them; if that changes, no store answers."""
 
 
 def answering(store: Store, host: str | None = None) -> tuple[TCPStore, str] | None:
@@ -46,7 +46,7 @@ def answering(store: Store, host: str | None = None) -> tuple[TCPStore, str] | N
 
 
 def answers(where: str, seconds: float) -> bool | None:
-    """Return whether a process answers within about `seconds`; False where nobody is there any more."""
+    """Return whether a process answers within about `seconds`; False if the process is gone."""
     host, _, port = where.partition(" ")
     try:
         with socket.create_connection((host, int(port)), seconds) as asked:

@@ -30,11 +30,13 @@ class CollectiveGroup(dist.ProcessGroup):
     """
 
     may_wait_again: bool = False
-    """Whether a wait that times out leaves its work as it was, as Gloo's does. NCCL's ends the group, so a group that
-    does not say is never waited for with a timeout."""
+    """Whether a work stays valid after a wait that times out, as with Gloo. With NCCL such a wait ends the group, so
+    Stretto never waits with a timeout for a group that does not set this.
+    """
     orders_streams: bool | None = None
-    """Whether a wait without a timeout orders streams, and lets the host go on at once; None where it is as with the
-    group below, if there is one."""
+    """Whether a wait without a timeout orders streams, and lets the host continue at once; None if the inner group
+    decides.
+    """
 
     def __init__(self, rank: int, world_size: int, name: str = "", description: str = "") -> None:
         super().__init__(rank, world_size)  # type: ignore[call-arg]  # missing in torch's stub

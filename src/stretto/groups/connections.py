@@ -1,9 +1,8 @@
 """The connections of a Gloo group: which are closed, and who was at their other end.
 
-Note [Closed, and nobody is told]
-    When a connection ends, Gloo fails the transfers that are under way on it, but forgets the sends that are queued:
-    whoever waits for one of those is never told. The descriptor it closes in every case. So a look at the descriptors
-    finds what a wait may miss.
+Note [Closed without an error] When a connection ends, Gloo fails the transfers that are in flight on it, but forgets
+the queued sends: a wait for a queued send never returns. Gloo closes the descriptor in every case. So a look at the
+descriptors finds an end that a wait may miss.
 """
 
 import contextlib
@@ -66,7 +65,7 @@ def listens_at(port: int) -> bool:
 
 
 def _text(end: Any) -> str:
-    """Return an address and a port as both ends write them, whatever their interfaces are called."""
+    """Return an address and a port in the form that both ends write, without names of interfaces."""
     return f"{end[0].partition('%')[0].removeprefix('::ffff:')} {end[1]}"
 
 

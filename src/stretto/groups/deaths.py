@@ -1,4 +1,4 @@
-"""Deaths: what whoever supervises a process writes into the store of its job once the process has ended."""
+"""Deaths: the supervisor of a process writes them into the store of its job when the process has ended."""
 
 from collections.abc import Mapping
 
@@ -32,7 +32,7 @@ def deaths(store: Store) -> Mapping[int, str]:
 
 
 def _outermost(store: Store) -> Store:
-    """Return the store with the prefix of the job alone: every group has put one of its own before that."""
+    """Return the store with the prefix of the job alone: every group adds its own prefix."""
     given = store
     while isinstance(store, PrefixStore):
         given, store = store, store.underlying_store

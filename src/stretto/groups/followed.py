@@ -1,4 +1,4 @@
-"""A collective after which something is done, once, by whoever asks first for what it has brought."""
+"""A collective with a follow-up, which the first caller that asks for the result runs once."""
 
 import threading
 from collections.abc import Callable

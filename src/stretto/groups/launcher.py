@@ -1,4 +1,4 @@
-"""What launchers tell every rank by environment variables, and the process group that the ranks then make.
+"""The environment variables that launchers set for every rank, and the process group that the ranks then make.
 
 | variables | of torchrun and its like | of srun |
 |---|---|---|
@@ -76,7 +76,7 @@ def launched_per_node() -> int:
 
 
 def own_machine() -> str:
-    """Return what is lost at once with this process, in a word: its host, and which of a launcher's agents."""
+    """Return a name for all processes that fail together with this one: its host, and which of a launcher's agents."""
     node = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", ""))
     return f"{socket.gethostname()} {node}".rstrip()
 
@@ -125,7 +125,7 @@ def _shows_one(variables: Mapping[str, str]) -> bool:
 
 
 def told_place(rank: int | None, ranks: int | None) -> tuple[int, int]:
-    """Return a process's rank and how many there are: what is given, else what a launcher has told.
+    """Return the rank of this process and the number of ranks, as given, or else from a launcher.
 
     Raises:
         ConfigError: Neither says it.

@@ -1,14 +1,14 @@
-"""A Gloo group that a process can leave, whoever else is still in it, and whatever is under way.
+"""A Gloo group that a process can leave while others are in it and collectives are in flight.
 
-Note [Leaving a group]
-    Gloo closes the connections of a group with the last reference to it, and `abort` does nothing. Two things follow.
-    A process that was stopped, given up by the others, and wakes, would write into their buffers, and no side would get
-    an error. So who leaves shuts the connections: what is under way on them ends, at both ends, and nothing more
-    arrives. The socket that listens stays, because Gloo ends the process without it.
+Note [Leaving a group] Gloo closes the connections of a group with the last reference to it, and `abort` does nothing.
+    Two things follow. If a process was stopped, lost its place in the job, and wakes, it would write into the buffers
+    of the others, and no side would get an error. So a process that leaves shuts its connections: transfers in flight
+    end on both sides, and nothing more arrives. The socket that listens stays, because Gloo ends the process without
+    it.
 
-    The destructor waits for whatever is pending, which may take the group's whole timeout, and any garbage collection
-    may be the one that runs it. So the last reference is a thread's, which does nothing but drop it. Python aborts the
-    process if it ends amid that, so whoever has left groups waits for a while before.
+    The destructor waits for pending work, which may take the group's whole timeout, and any garbage collection may
+    run it. So the last reference is a thread's, which does nothing but drop it. Python aborts the process if it ends
+    during that wait, so a process that has left groups waits for a while first.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ class Leavable(Protocol):
 
     @property
     def is_whole(self) -> bool:
-        """Whether nobody is known to be gone from it."""
+        """Whether no process is known to have left it."""
         ...
 
     def rank(self) -> int: ...
@@ -71,13 +71,13 @@ class LeavableGroup(WrappedGroup):
 
     Args:
         store: With a prefix that no other group has had.
-        names: Of the ranks in order, as whoever supervises them calls them; None where nobody knows it.
+        names: Of the ranks in order, as their supervisor names them; None without a supervisor.
         rank: Of this process in the list.
         timeout_seconds: After which a collective fails.
         address: Of this machine, where Gloo listens; None lets Gloo choose.
 
     Raises:
-        PeerFailed: One of them has died, as whoever supervises it says.
+        PeerFailed: A rank has died, as its supervisor reports.
         CommunicationError: Not all came within `MEET_SECONDS`.
     """
 
@@ -119,11 +119,11 @@ class LeavableGroup(WrappedGroup):
         self._known_to_torch: list[LeavableGroup] = []
 
     def private(self) -> "LeavableGroup":
-        """Return another group of its ranks, which is left with this one."""
+        """Return another group of its ranks; leaving this group also leaves it."""
         return self.part(range(self.size()))
 
     def part(self, members: Sequence[int]) -> "LeavableGroup":
-        """Return a group of some of its ranks, which is left with this one; the others need not call."""
+        """Return a group of some of its ranks; leaving this group also leaves it; the other ranks need not call."""
         store = part_store(self.get_group_store(), members, len(self._others))
         names = [self.names[member] for member in members]
         own = list(members).index(self.rank())
@@ -132,7 +132,7 @@ class LeavableGroup(WrappedGroup):
         return group
 
     def of_torch(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> "LeavableGroup":
-        """Return a group for torch's registries, which know its ranks; it is left with this one.
+        """Return a group for torch's registries, which know its ranks; leaving this group also leaves it.
 
         Args:
             store: With a prefix that no other group has had.
@@ -148,7 +148,7 @@ class LeavableGroup(WrappedGroup):
 
     @property
     def of_jobs(self) -> Sequence["LeavableGroup"]:
-        """The groups that were made of this one, the first one first; but for those of torch."""
+        """The groups that were made of this one, the first one first; except those of torch."""
         return self._others
 
     @property
@@ -157,7 +157,7 @@ class LeavableGroup(WrappedGroup):
         return all(connection.is_open for connection in self._opened)
 
     def abort(self) -> None:
-        """End what is under way, on this rank and at the other ends of its connections."""
+        """End transfers in flight, on this rank and at the other ends of its connections."""
         for connection in self._opened:
             _shut(connection)
 
@@ -187,7 +187,7 @@ def part_store(store: Store, members: Sequence[int], number: int) -> Store:
 
 
 class _LeftGroup(CollectiveGroup):
-    """What is there in the place of a group that was left."""
+    """Replaces a group that this process has left."""
 
     may_wait_again = True
 
@@ -203,7 +203,7 @@ class _LeftGroup(CollectiveGroup):
         """Nothing ever waits."""
 
     def abort(self) -> None:
-        """Nothing is under way."""
+        """Nothing is in flight."""
 
 
 def _shared(group: dist.ProcessGroup, within: timedelta) -> set[Connection]:

@@ -1,15 +1,14 @@
 """Ranks meet before they connect: each waits until all have come, and hears of it if one of them dies meanwhile.
 
-Note [Dead or late]
-    A backend that connects waits for every rank until its time-out, for a dead one as for one that still reads data. So
-    each rank first writes into the store which connections it has, of the default group for example. One that closes
-    says nothing: a group from before may end at any time. When all are closed that two ranks had in common, they may
-    still have been of one such group, so the rank asks, and everyone in the meeting answers at the next look. Whoever
-    does not is dead. A rank that has all of the new group goes on and answers no more, but then the others have it
-    within milliseconds.
+Note [Dead or late] While it connects, a backend waits for every rank until its time-out, for a dead rank as for a
+    rank that still reads data. So each rank first writes into the store which connections it has, of the default
+    group for example. A closed connection alone proves nothing: an earlier group may end at any time. If all
+    connections between two ranks are closed, they may still belong to such a group, so the rank asks, and every rank
+    in the meeting answers at its next look. A rank that does not answer is dead. A rank that has connected the new
+    group answers no more, but then the others connect within milliseconds.
 
-    Of a rank that has not come yet, only whoever supervises it can say that it is dead. The first one to find out who
-    is dead writes it down before it raises, because it closes its own connections then; all report the same.
+    If a rank has not come yet, only its supervisor can report that it is dead. The first rank that finds a dead rank
+    writes it down before it raises, because it closes its own connections then; all report the same.
 """
 
 import json
@@ -38,9 +37,9 @@ class Meeting:
     Args:
         store: For this meeting alone.
         rank: Of this process in the new group.
-        ranks: Of the new group in order, as whoever supervises them calls them; None where nobody knows it.
+        ranks: Of the new group in order, as their supervisor names them; None without a supervisor.
         timeout_seconds: How long the others may take to come.
-        watched: Connections of this process, whatever they belong to.
+        watched: All connections of this process.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Meeting:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def connect(self, make: Callable[[], T]) -> T:
-        """Return what `make` returns, which waits for the others on a thread of its own.
+        """Return what `make` returns, which waits for the others on its own thread.
 
         Raises:
             PeerFailed: One of them has died.
@@ -139,7 +138,7 @@ class Meeting:
         return dict.fromkeys(silent, "its connections are closed")
 
     def _cut_off(self) -> list[int]:
-        """Return ranks in the meeting with which nothing is left of the connections that both had."""
+        """Return ranks in the meeting whose common connections with this rank are all closed."""
         if all(connection.is_open for connection in self._connections):
             return []
         watched = {connection.name for connection in self._connections}
@@ -157,7 +156,7 @@ class Meeting:
         return self._store.check([f"connections/{rank}"])
 
     def _first_found(self, dead: dict[int, str]) -> dict[int, str]:
-        """Write down who is dead, if nobody has; return what is written."""
+        """Write down which rank is dead, unless another rank has; return the written record."""
         found: dict[str, str] = json.loads(self._store.compare_set("dead", "", json.dumps(dead)))
         return {int(rank): how for rank, how in found.items()}
 

@@ -1,14 +1,13 @@
 """Meshes over a group that a process can leave, for models that FSDP2 shards.
 
-Note [Equal meshes]
-    Torch keeps one default group per process, and every mesh takes its groups from there. So a job that is built again
-    on other ranks has the default group made again, and all groups that torch makes meanwhile are left together with
-    the group that was given.
+Note [Equal meshes] Torch keeps one default group per process, and every mesh takes its groups from there. So a job
+    that is built again on other ranks has the default group made again, and all groups that torch makes meanwhile end
+    together with the given group.
 
-    Torch also keeps what it has worked out for a mesh, and takes equal ones for the same. So a new model's parameters
-    may refer to a mesh of an ended job. Slices of a mesh of two dimensions are equal also where this process has moved
-    from one node to another. So each dimension is a mesh of its own here, over its ranks alone. It finds its group by
-    name, and names follow from ranks: the mesh of before finds the group of now.
+    Torch also caches its results for a mesh, and treats equal meshes as one. So a new model's parameters may refer to
+    a mesh of an ended job. Slices of a mesh of two dimensions are equal also where this process has moved from one
+    node to another. So each dimension is a separate mesh here, over its ranks alone. It finds its group by name, and
+    names follow from ranks: the mesh of before finds the group of now.
 """
 
 import gc
@@ -35,12 +34,12 @@ def meshes_over(group: LeavableGroup, shards: int, device_type: str) -> "dict[st
 
     All ranks of `group` must call; they are numbered as it numbers them.
 
-    Torch's default group is made over the same ranks, in the place of one that was made here before.
+    Torch's default group is made over the same ranks, and replaces one that this function made before.
 
     Args:
         group: Not yet left.
         shards: Ranks of a node, which follow each other.
-        device_type: Where the tensors of collectives lie.
+        device_type: The device of the tensors of collectives.
 
     Raises:
         ConfigError: There is a default group that was not made here.

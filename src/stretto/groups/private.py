@@ -1,11 +1,10 @@
-"""The library's own groups: nobody else issues collectives on them, so results cannot be mixed up.
+"""The library's own groups: no other code issues collectives on them, so results cannot be mixed up.
 
-Note [Names of groups]
-    The ranks of a group find each other in the store under its name. Torch makes a name from how many groups the
-    process has made, or has: two ranks with other groups beside this one would get different names, and a count that
-    falls gives a name again, whose old addresses are still there. What its ranks have in common is how many private
-    groups they have made over just these ranks. That number is in the name, and it is kept in the store itself, so no
-    name comes twice in one store, whichever groups were released.
+Note [Names of groups] The ranks of a group find each other in the store under its name. Torch makes a name from how
+    many groups the process has made, or has: two ranks with further groups would get different names, and a falling
+    count would repeat a name, under which old addresses are stored. All ranks of the group have made the same number
+    of private groups over exactly these ranks. That number is in the name, and it is kept in the store itself, so no
+    name comes twice in one store, after any release.
 """
 
 import gc
@@ -167,7 +166,7 @@ def retire(group: dist.ProcessGroup) -> None:
 
 
 def _release_retired(ranks: Sequence[int]) -> None:
-    """Release what has retired over these ranks, once there is much: they all come here at the same group."""
+    """Release retired groups over these ranks once there are many: all ranks do this at the same group."""
     known = {group: _registered_ranks(group) for group in _retired}
     ended = [group for group, over in known.items() if over == ranks]
     if len(ended) < _MOST_RETIRED:
@@ -190,7 +189,7 @@ def _sibling(group: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGr
 
 
 def _method(group: dist.ProcessGroup, call: str, returns: str) -> Callable[..., dist.ProcessGroup]:
-    """Return the method by which a group that torch does not know makes another one."""
+    """Return the method with which a group that torch does not know makes a further group."""
     method = getattr(group, call.partition("(")[0], None)
     if method is None:
         raise ConfigError(
@@ -238,7 +237,7 @@ def _next_name(ranks: list[int], rank: int) -> str:
 def named_group(
     name: str, ranks: list[int], rank: int, backend: str, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Do what `dist.new_group` does for those who are in the group, under a name of ours.
+    """Do the same as `dist.new_group` for the members of the group, under our name.
 
     Args:
         name: Of no other group that torch knows now.

@@ -1,8 +1,8 @@
 """Gloo's reduce-scatter, with a work whose waits end in time.
 
-Gloo all-reduces a copy of the whole input and keeps one part of it. Its own work for that says neither when it is
-complete nor gives up at a timeout, so whoever waits for a rank that is stopped would never look around. Here the
-all-reduce is asked for by itself: the same bits by the same bytes, and a work like that of every other collective.
+Gloo all-reduces a copy of the whole input and keeps one part of it. Its work object neither reports when it is
+complete nor ends a wait at a timeout, so a wait for a stopped rank would never return. Here Stretto calls the
+all-reduce directly: the same bits by the same bytes, and a work object like every other collective.
 """
 
 from collections.abc import Callable
@@ -31,13 +31,13 @@ def scatter_of(group: dist.ProcessGroup) -> Callable[..., dist.Work] | None:
 def _scatter(
     group: dist.ProcessGroup, output: Tensor, input: Tensor, options: dist.ReduceScatterOptions | None = None
 ) -> dist.Work:
-    """Reduce `input` over the ranks of a Gloo group; whoever waits first has this rank's part written into `output`.
+    """Reduce `input` over the ranks of a Gloo group; the first wait writes this rank's part into `output`.
 
     Args:
         group: Of Gloo itself.
         output: `(n, ...)`.
-        input: As many values for each rank, in their order; it stays as it is.
-        options: With the reduction and the timeout; None sums.
+        input: As many values for each rank, in their order; it is not changed. options: With the reduction and the
+            timeout; None sums.
     """
     chosen = dist.AllreduceOptions()
     if options is not None:

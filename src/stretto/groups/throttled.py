@@ -1,7 +1,7 @@
 """Gloo behind a slow link: every collective completes as late as the link would let it, without burning CPU.
 
-A collective begins on the wire when every rank has entered it, which a barrier of the inner group tells, waits
-for what was sent before it, and is complete when its bytes have arrived and Gloo has really run it:
+A collective begins on the wire when every rank has entered it, which a barrier of the inner group shows, waits for
+earlier transfers, and is complete when its bytes have arrived and Gloo has really run it:
 
     complete = max(ran, arrived),   arrived = max(entered, wire free) + 8 sent / rate + latency
 
@@ -47,7 +47,7 @@ def register_throttled(link: Link, name: str = "throttled", address: str | None 
 
 
 class ThrottledGroup(WrappedGroup):
-    """A process group over an inner one that delays completions by a wire's model and counts what is sent."""
+    """A process group over an inner one that delays completions by a wire's model and counts the sent bytes."""
 
     may_wait_again = True
 
@@ -93,26 +93,26 @@ class ThrottledLeavable(ThrottledGroup):
 
     Args:
         inner: That group.
-        wire: Of this process, for as long as it lives.
+        wire: Of this process, for its whole life.
     """
 
     def __init__(self, inner: dist.ProcessGroup, wire: Wire) -> None:
         super().__init__(inner, inner.get_group_store(), wire, "leavable")
 
     def private(self) -> "ThrottledLeavable":
-        """Return another group of its ranks, which is left with this one."""
+        """Return another group of its ranks; leaving this group also leaves it."""
         return ThrottledLeavable(private_group(self._inner), self._wire)
 
     def part(self, members: Sequence[int]) -> "ThrottledLeavable":
-        """Return a group of some of its ranks, which is left with this one; the others need not call."""
+        """Return a group of some of its ranks; leaving this group also leaves it; the other ranks need not call."""
         return ThrottledLeavable(part_of(self._inner, members), self._wire)
 
 
 class LateWork(dist.Work):
-    """A collective that is complete once it has run *and* its bytes have had the time to travel.
+    """A collective that is complete once it has run *and* its bytes have had the time to arrive.
 
     An error of the collective completes it at once. Torch's own work over a future refuses to wait with a timeout;
-    this one waits like Gloo's: a timeout raises and leaves the work as it was, so that one may wait again.
+    this one waits like Gloo's: a timeout raises, and the work stays valid, so that one may wait again.
     """
 
     def __init__(self, work: dist.Work) -> None:

@@ -12,7 +12,7 @@ from stretto.link import Link
 
 
 class Wire:
-    """Tells when what was sent over a link has arrived.
+    """Computes when bytes that were sent over a link arrive.
 
     A transmission occupies the wire for  8 bytes / rate  seconds, from the moment the previous one is through, and
     arrives `latency` later. Arrivals therefore keep the order of sending, and one thread that sleeps until the

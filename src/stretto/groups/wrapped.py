@@ -1,4 +1,5 @@
-"""Process groups over another one: Gloo performs the collectives, a wrapper says what happens around them."""
+"""Process groups over an inner group: Gloo performs the collectives, a wrapper adds its own actions before and after.
+"""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,12 +18,12 @@ class WrappedGroup(CollectiveGroup):
 
     Args:
         inner: Performs them.
-        store: Of this group, with a prefix of its own; None for the inner group's.
+        store: Of this group, with its own prefix; None for the inner group's.
         backend_name: The name under which the subclass is registered.
     """
 
     inner_device: torch.device | None = None
-    """Where the inner group's tensors lie; None for where this group's lie."""
+    """The device of the inner group's tensors; None for the device of this group's."""
 
     def __init__(self, inner: dist.ProcessGroup, store: Store | None, backend_name: str) -> None:
         super().__init__(inner.rank(), inner.size())
@@ -44,7 +45,7 @@ class WrappedGroup(CollectiveGroup):
         return self._backend_name
 
     def get_group_store(self) -> Store:
-        """The store of this group, with a prefix of its own."""
+        """The store of this group, with its own prefix."""
         return self._inner.get_group_store() if self._store is None else self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -61,7 +62,7 @@ class WrappedGroup(CollectiveGroup):
 
 
 def may_wait_again(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether a wait that times out leaves the work as it was, so that it may be waited for again.
+    """Return whether a work stays valid after a wait that times out, so that a caller may wait again.
 
     So it is with Gloo. On NCCL such a wait ends the group. Of other backends of torch nothing is known, so: no. Groups
     that are written in Python say so by an attribute `may_wait_again`; without it: no.
@@ -78,7 +79,7 @@ def may_wait_again(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def orders_streams(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether a wait for a work orders streams, and the host goes on at once.
+    """Return whether a wait for a work orders streams, and the host continues at once.
 
     So it is with NCCL: what the caller's stream is given afterwards comes after the collective. Groups that are written
     in Python say so by an attribute `orders_streams`; one over another group leaves it to that, unless it has its own.

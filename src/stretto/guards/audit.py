@@ -34,11 +34,11 @@ _WORD = 8
 class Audit(Guard):
     """In a drawn round, runs every rank's micro-batches again on another rank, with the same parameters.
 
-    It finds what no other guard can: a gradient that was computed wrongly, or damaged while it accumulated. It compares
-    a digest of the round's gradient and the model's buffers. If two ranks differ, both run the round once more, and a
-    third rank runs it too. A rank outside the majority is named, and the round goes on with the majority's gradient, to
-    the bit. With two ranks only, a rank that does not repeat its own result is named; if both repeat theirs, no rank is
-    named, and the gradient stays as it is. A single rank runs its own round again.
+    It finds what no other guard can: a gradient that was computed wrongly, or damaged while it accumulated. It
+    compares a digest of the round's gradient and the model's buffers. If two ranks differ, both run the round once
+    more, and a third rank runs it too. A rank outside the majority is named, and the round continues with the
+    majority's gradient, to the bit. With two ranks only, a rank that does not repeat its own result is named; if both
+    repeat theirs, no rank is named, and the gradient is not changed. A single rank runs its own round again.
 
     A wrong round is found with probability `rate`; a rank that is wrong in every round after `1 / rate` rounds on
     average.
@@ -76,7 +76,7 @@ class Audit(Guard):
         return 1 + draw(self.seed, "auditor", round_index) % (world_size - 1) if world_size > 1 else 0
 
     def after_update(self) -> GuardScript:
-        """Yield no effects: audits take place before a round takes off."""
+        """Yield no effects: audits run before a round is sent."""
         yield from ()
 
 
@@ -106,14 +106,13 @@ class _RoundAudit:
     Rank r's round is run again by its auditor, rank r + distance. All rounds are audited at once, because a rank that
     is not audited would only wait.
 
-    Note [Who is right]
-        Deterministic kernels give the same bits for the same round on every healthy rank. The audited rank a has a
-        gradient f_a. The auditor b runs the round again and gets f_b. If f_a = f_b, nothing is wrong. If not, a, b and
-        a third rank, the witness c, run it once more and get s_a, s_b, s_c. The gradient that two of these share is
-        right, and every rank that got another one, first or now, is named. If only two ranks exist and they still
-        differ, the only one that got the same gradient twice is right. Otherwise there are two cases. If a and b each
-        got two different gradients, the kernels are not deterministic, and values are compared within a tolerance. If
-        both repeated their own, nobody can say who is wrong.
+    Note [Who is right] Deterministic kernels give the same bits for the same round on every healthy rank. The audited
+        rank a has a gradient f_a. The auditor b runs the round again and gets f_b. If f_a = f_b, nothing is wrong. If
+        not, a, b and a third rank, the witness c, run it once more and get s_a, s_b, s_c. The gradient that two of
+        these share is right, and every rank that got another gradient, first or now, is named. If only two ranks
+        exist and they still differ, the only one that got the same gradient twice is right. Otherwise there are two
+        cases. If a and b each got two different gradients, the kernels are not deterministic, and values are compared
+        within a tolerance. If both repeated their own, no majority shows which rank is wrong.
 
     Args:
         rounds: All micro-batches of their round are counted, and nothing has been installed since.
@@ -138,7 +137,7 @@ class _RoundAudit:
         """The model's buffers, to restore after the audit."""
 
     def perform(self) -> Sequence[Incident]:
-        """Run a round again, compare, and repair what was wrong; return the incidents."""
+        """Run a round again, compare, and repair wrong gradients; return the incidents."""
         received = self._exchange_rounds()
         own = _digest(self._own, self._buffers)
         # Its parameters may still be damaged: it has no gradient to audit, and cannot audit another rank.
@@ -288,12 +287,12 @@ class _RoundAudit:
         return from_bytes(arrived, self._kept)
 
     def _broadcast(self, tensor: Tensor, source: int, what: str) -> None:
-        """Overwrite a tensor with that of one rank."""
+        """Overwrite a tensor with one rank's tensor."""
         if self._world_size > 1:
             self._on_lane(lambda: broadcast(self._exchange, tensor, source, what))
 
     def _on_lane(self, work: Callable[[], T]) -> T:
-        """Perform collectives where all others are performed, once what is under way there has ended."""
+        """Perform collectives on the communication lane, after the collectives in flight there."""
         return self._compute.runtime.spawn(work).result()
 
     def _report(

@@ -5,7 +5,7 @@
 | `Fingerprint()` | a digest of every part of this rank's state | `dict[Part, int]` | no |
 | `Share(record)` | every rank's record | `list[bytes]`, by rank | yes |
 | `Copy(part, source, onto)` | one rank's values of a part written over those of other ranks | None | yes |
-| `Seal(what)` | checksums of values that nobody may change until their next use | None | no |
+| `Seal(what)` | checksums of values that may not change until their next use | None | no |
 | `Inspect(*what)` | sealed values compared with their checksums | `list[Difference]` | no |
 | `Mend(part)` | a part repaired from its checksum | `bool`: did that succeed? | no |
 | `Publish(part)` | values to be shown written again from the masters | None | no |
@@ -13,7 +13,7 @@
 | `Replace(parts)` | parts copied from a rank where they are healthy | `dict[Part, int]`: from which rank | yes |
 | `Recompute()` | parts computed again from healthy state | `dict[Part, bool]`: is the result the same? | no |
 | `Where()` | rank and update, for messages | `str` | no |
-| `Ranks()` | how to call the ranks that `Share` asks | `Sequence[int]`, in their order | no |
+| `Ranks()` | the names of the ranks that `Share` asks | `Sequence[int]`, in their order | no |
 | `Report(...)` | an `Incident` in the next `Update`, on every rank | None | no |
 
 `Replace` is collective for strategies with a replicated optimizer. With other strategies no second rank has the parts,
@@ -47,8 +47,8 @@ class Part(NamedTuple):
 
 Sealable = Literal["state", "anchor", "reduced gradient", "error memory", "values to be shown"]
 """Masters and optimizer state, which change at a step; anchors, to which changes are added; reduced gradients, from
-their sum to their step; rounding errors that a wire owes, which change at every sum; values that have been gathered or
-published, until they are shown."""
+their sum to their step; the residual of a wire (its rounding errors), which changes at every sum; values that have
+been gathered or published, until they are shown."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,9 +67,10 @@ class Fingerprint:
     """Digest every part that all ranks hold alike.
 
     The parts are the values that the model will show next; with a replicated optimizer, masters and optimizer state;
-    anchors, where changes travel, and under outer steps these alone while replicas differ; and with a strategy that
-    does not overlap, fixed tensors: frozen parameters and integer buffers. Answer: 64-bit digests by part, in the same
-    order on all ranks. The digest is 0 for a fixed tensor that somebody has written; such a part is not compared.
+    anchors, if ranks send changes, and under outer steps these alone while replicas differ; and with a strategy that
+    does not overlap, fixed tensors: frozen parameters and integer buffers. Answer: 64-bit digests by part, in the
+    same order on all ranks. The digest is 0 for a fixed tensor that somebody has written; such a part is not
+    compared.
     """
 
 
@@ -113,7 +114,7 @@ class Mend:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replace:
-    """Replace sealed parts that cannot be mended on this rank by those of a rank on which they are healthy.
+    """Replace sealed parts that this rank cannot mend by the parts of a rank on which they are healthy.
 
     Answer: the source rank by part. Raises `StateCorrupt` if a part is damaged on every rank.
     """
@@ -126,7 +127,7 @@ class Replace:
 class Publish:
     """Write damaged values to be shown again, from the masters of a replicated optimizer.
 
-    Raises `StateCorrupt` if the result is not as it was sealed, and under a sharded strategy.
+    Raises `StateCorrupt` if the result differs from its seal, and under a sharded strategy.
     """
 
     part: Part
@@ -134,7 +135,7 @@ class Publish:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Clear:
-    """Set a sealed part to zero, and seal it anew."""
+    """Set a sealed part to zero, and seal it again."""
 
     part: Part
 
@@ -143,8 +144,8 @@ class Clear:
 class Recompute:
     """Compute this rank's parts again, and compare.
 
-    Values to be shown are compared with their seal, or with what the masters of a replicated optimizer publish. Answer:
-    by part, whether it is the same; it leaves out parts that cannot be computed again.
+    Values to be shown are compared with their seal, or with what the masters of a replicated optimizer publish.
+    Answer: by part, whether it is the same; parts that cannot be computed again are missing.
     """
 
 
@@ -160,7 +161,7 @@ class Ranks:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """Put an `Incident` into the next `Update`; fields are those of `stretto.records.Incident`.
+    """Put an `Incident` into the next `Update`; see `stretto.records.Incident` for its fields.
 
     A report of one rank reaches every rank's `Update`. Equal reports of several ranks appear there once.
     """
@@ -228,7 +229,7 @@ class Guard(ABC):
         after_reduce    once per round, when the round's gradient has been summed;
         before_step     before every `Step` and every `Preview` reads the reduced gradient, masters and optimizer state;
         after_gather    whenever the values that the model will show have been gathered;
-        before_land     before a fragment lands that ranks have stepped with together; what it brings is an anchor;
+        before_land     before the arrival of a fragment with which ranks have stepped together; its values are an anchor;
         after_update    once per update, after its last values have been published or gathered and before the model
                         shows them; also if the update had no weight and nothing was stepped;
         before_landing  once per round, on the compute lane, right before the model shows what it brought. Ranks come
@@ -250,15 +251,15 @@ class Guard(ABC):
     """Whether its round watch asks the other ranks of its node before it does anything, where each holds a shard
     (`GuardedRounds.agree`): no rank can run a round again, or leave it out, alone."""
     repairs_departed: ClassVar[bool] = False
-    """Whether its round watch has gradients summed again that had left before it found them wrong
-    (`Accumulation.restart`), and before a reduction it looks at nothing but what the wire owes. Gradients may then
+    """Whether its round watch makes ranks sum gradients again that were sent before it found them wrong
+    (`Accumulation.restart`), and before a reduction it looks only at the residual of the wire. Gradients may then
     leave during the backward pass."""
 
     def looks_before_departure(self, *, owes: bool) -> bool:
         """Return whether nothing of a round may leave before the guard has looked at it.
 
         Args:
-            owes: Whether the wire owes rounding errors, which leave with the gradients.
+            owes: Whether the wire has a residual (its rounding errors), which is sent with the gradients.
         """
         kind = type(self)
         looks = kind.before_reduce is not Guard.before_reduce or kind.watch_rounds is not Guard.watch_rounds
@@ -300,7 +301,7 @@ class Guard(ABC):
         yield from ()
 
     def before_land(self) -> GuardScript:
-        """Yield the effects before a fragment lands; none unless overridden."""
+        """Yield the effects before a fragment arrives; none unless overridden."""
         yield from ()
 
     def before_landing(self) -> GuardScript:

@@ -46,7 +46,7 @@ class GuardInterpreter:
     Args:
         guards: The job's guards; empty if only a verified exchange reports incidents.
         replica: This rank's. Replicas that may differ are compared right after an average and at no other time.
-        fixed: The model's tensors that nobody may write, with their names.
+        fixed: The model's tensors that no code may write, with their names.
         strikes: Counts the incidents.
         has_copies: Whether other ranks hold the same masters and state, to replace damaged ones.
     """
@@ -145,7 +145,8 @@ class GuardInterpreter:
         self._seals.drop(what)
 
     def conclude_job(self) -> tuple[Incident, ...]:
-        """Return the incidents after the last update: those of all ranks, and those that this gather itself finds here.
+        """Return the incidents after the last update: incidents of all ranks, and incidents that this gather itself
+        finds here.
 
         All ranks must call, at rest.
         """

@@ -1,4 +1,4 @@
-"""Without whom others go on where damage has ended a job."""
+"""The ranks without which a job continues after damage has ended it."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,9 @@ from stretto.guards.strikes import blame
 
 
 def to_leave_out(damages: Sequence[CorruptionError], world_size: int) -> tuple[int, ...] | None:
-    """Return the ranks that a job goes on without; None where it cannot go on.
+    """Return the ranks without which a job continues; None if it cannot continue.
 
-    These are the ranks that caused the damage; of a link, the sender. Where that is every rank, all of them go on,
+    These are the ranks that caused the damage; of a link, the sender. Where that is every rank, all of them continue,
     unless they have been repaired as often as allowed already.
     """
     culprits = blame({link for damage in damages for link in damage.links}).values()

@@ -1,4 +1,4 @@
-"""What is done on this rank about values that guards have found damaged, while its communication lane is at rest."""
+"""This rank's repairs of values that guards have found damaged, while its communication lane is at rest."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ class Mending:
     Args:
         replica: This rank's.
         seals: Of its parts.
-        fixed: The model's tensors that nobody may write.
+        fixed: The model's tensors that no code may write.
         where: Returns rank and update, for messages.
     """
 
@@ -39,7 +39,7 @@ class Mending:
     def replace(
         self, parts: Sequence[Part], differences: Callable[[Sequence[Sealable]], Sequence[Difference]]
     ) -> dict[Part, int]:
-        """Replace this rank's damaged parts by those of other ranks, and send healthy parts to ranks that need them.
+        """Replace this rank's damaged parts by parts of other ranks, and send healthy parts to ranks that need them.
 
         Args:
             parts: Damaged on this rank, of which other ranks hold the same; all ranks must call.
@@ -87,7 +87,7 @@ class Mending:
     def copy(
         self, part: Part, own: Tensor, source: int, onto: tuple[int, ...], *, is_as_sealed: bool = False
     ) -> None:
-        """Send a part from one rank to all; the ranks in `onto` keep it, and seal it anew unless it is as sealed."""
+        """Send a part from one rank to all; the ranks in `onto` keep it, and seal it again unless it fits its seal."""
         is_wanted = self._exchange.rank in onto
         broadcast(self._exchange, own if is_wanted else own.clone(), source, f"copy of {part}")
         if is_wanted and part.site == "fixed":

@@ -1,4 +1,4 @@
-"""What a rank holds, computed again: it tells which of several ranks that differ is right."""
+"""Parts of a rank's state, computed again: if ranks differ, they show which rank is right."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,7 @@ def recomputed(sharded: ShardedOptimizer, seals: Seals, shown: Mapping[Part, Ten
 
     Args:
         sharded: This rank's masters.
-        seals: What was sealed is compared with its seals.
+        seals: Sealed parts are compared with their seals.
         shown: Values to be shown, one part per flat set, of masters that this rank holds whole; otherwise empty.
     """
     sealed = [part for part, _ in seals.sealed(("values to be shown", "anchor"))]

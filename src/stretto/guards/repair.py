@@ -25,11 +25,11 @@ class Change:
 
 
 def explanations(expected: Sums, found: Sums) -> Iterator[list[Change]]:
-    """Yield sets of changes that turn sums into `found`, the likeliest first.
+    """Yield sets of changes that change sums into `found`, the likeliest first.
 
     Only two kinds are looked for: words of one column, and runs of neighbouring words that are shorter than a row.
-    Nothing is yielded if the sums are equal, or if neither kind fits. Several sets may fit the same sums, so
-    whoever repairs by one has to compare digests afterwards.
+    Nothing is yielded if the sums are equal, or if neither kind fits. Several sets may fit the same sums, so a repair
+    by one of them must compare digests afterwards.
     """
     if expected.num_bytes != found.num_bytes:
         return
@@ -59,14 +59,13 @@ def _first_rows(changed: list[int], num_rows: int) -> Iterable[int]:
 def _runs(
     row_changes: Tensor, column_changes: Tensor, columns: list[int], row: int
 ) -> Iterator[list[Change]]:
-    """Yield the runs that begin in `row` and explain these changes of sums; `columns` are those that changed.
+    """Yield the runs that begin in `row` and explain these changes of sums; `columns` have changed.
 
-    Note [Runs]
-        Damage often hits neighbouring words. A run that is shorter than a row lies in one row, or at the end of one row
-        and the beginning of the next. It has at most one word in each column, so each column's change is the change
-        of one word. What is open is where to split the columns: those from the split on lie in `row`, those before it
-        in the next row. The split must give both rows the change that their sums show. That change may be zero although
-        words changed: two flipped sign bits add 2^63 each, together 2^64.
+    Note [Runs] Damage often hits neighbouring words. A run that is shorter than a row is in one row, or at the end of
+        one row and the beginning of the next. It has at most one word in each column, so each column's change is the
+        change of one word. The code must find the split of the columns: columns from the split on are in `row`,
+        columns before it in the next row. The split must give both rows the change that their sums show. That change
+        may be zero although words changed: two flipped sign bits add 2^63 each, together 2^64.
     """
     width = column_changes.numel()
     changes = column_changes[columns]
@@ -96,8 +95,8 @@ def repair(tensor: Tensor, changes: Iterable[Change]) -> None:
 def repairs(checksum: Checksum, tensor: Tensor) -> bool:
     """Give a damaged tensor the bits of its checksum back, in place, and return whether that succeeded.
 
-    It succeeds for damage to words of one column, or to a run of words shorter than a row, in a contiguous tensor.
-    If it fails the tensor is left as it was.
+    It succeeds for damage to words of one column, or to a run of words shorter than a row, in a contiguous tensor. If
+    it fails, the tensor is not changed.
     """
     if not tensor.is_contiguous():
         return False

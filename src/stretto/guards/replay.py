@@ -162,7 +162,7 @@ class GuardedRounds(Listener):
         self._needing = [name for name, watch in watches.items() if watch is not None and watch.needs_rounds]
 
     def micro_batch_begins(self, loss_function: LossFunction, batch: object) -> None:
-        """Keep what is needed to run the micro-batch again."""
+        """Keep the batch, the loss function and the random states of the micro-batch, to run it again."""
         if self._watches:
             self.kept.begin(loss_function, batch)
 
@@ -194,7 +194,7 @@ class GuardedRounds(Listener):
         self.interpreter.forget(("values to be shown",))
 
     def installed(self, values: Sequence[Tensor]) -> None:
-        """Tell every guard which values were installed."""
+        """Report the installed values to every guard."""
         for watch in self._watches:
             watch.installed(values)
 

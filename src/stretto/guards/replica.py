@@ -33,14 +33,16 @@ _ATTEMPTS = 2
 class ReplicaGuard(Guard):
     """Compares digests of what ranks hold alike, at every update.
 
-    Compared: the values that the model will show; with a replicated optimizer, masters and optimizer state; the anchor
-    to which changes are added, under outer steps before a fragment lands; with a strategy that does not overlap, frozen
-    parameters and whole-number buffers.
-    Named: for every tensor, the ranks outside a strict majority. Their tensors are overwritten by those of a member of
-    the majority, and compared again, before anything is shown. If most ranks are damaged alike, the majority is wrong,
-    and the healthy rank is named. Without a majority, as between two ranks, values to be shown are computed again to
-    decide: from their seal (`AtRest`), or from masters that agree. If this does not decide, the job ends. Use `AtRest`
-    as well: it names the rank whose values changed while nobody used them, and mends them before others read them.
+    Compared: the values that the model will show; with a replicated optimizer, masters and optimizer state; the
+    anchor to which changes are added, under outer steps before a fragment arrives; with a strategy that does not
+    overlap, frozen parameters and whole-number buffers.
+    Named: for every tensor, the ranks outside a strict majority. A member of the majority overwrites their tensors,
+    and the guard compares again, before the model shows anything. If most ranks are damaged alike, the majority is
+    wrong, and the healthy rank is named. Without a majority, as between two ranks, values to be shown are computed
+    again to
+    decide: from their seal (`AtRest`), or from masters that agree. If this does not decide, the job ends. Use
+    `AtRest` as well: it names the rank whose values changed while they were at rest, and mends them before others
+    read them.
     Traffic: eight bytes per rank and update if nothing is damaged.
     """
 
@@ -123,6 +125,6 @@ def _packed(digests: Sequence[int]) -> bytes:
 
 
 def _unequal(parts: Sequence[Part], tables: Sequence[Sequence[int]]) -> dict[Part, tuple[int, ...]]:
-    """Return every rank's digests of the parts that differ; parts that are not compared are left out."""
+    """Return every rank's digests of the parts that differ; parts that are not compared are missing."""
     columns = zip(parts, zip(*tables, strict=True), strict=True)
     return {part: held for part, held in columns if len(set(held)) > 1 and 0 not in held}

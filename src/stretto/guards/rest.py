@@ -25,10 +25,10 @@ class AtRest(Guard):
     """Takes checksums at the end of each use and compares them at the start of the next, on every rank separately.
 
     Watches: masters and optimizer state from the end of an update to the next step; the anchor, to which changes are
-    added, from one gather to the next step or preview; the reduced gradient from its sum to its step; rounding errors
-    that the wire owes, from one sum to the next; gathered values until they are shown; the parameters that the model
-    shows, from their installation to the end of the round's micro-batches; frozen parameters, and buffers that forward
-    passes do not write.
+    added, from one gather to the next step or preview; the reduced gradient from its sum to its step; the residual of
+    the wire (its rounding errors), from one sum to the next; gathered values until they are shown; the parameters
+    that the model shows, from their installation to the end of the round's micro-batches; frozen parameters, and
+    buffers that forward passes do not write.
     Damage: words in one column of the sums, or in a run shorter than a row (`stretto.checksums`), are mended in place,
     to the bit. Larger damage is replaced from another rank if replicas exist; otherwise it ends the job with an error.
     The model's parameters are mended or installed again; if the round cannot be run again, its rank contributes weight
@@ -52,7 +52,7 @@ class AtRest(Guard):
         yield Seal("error memory")
 
     def before_reduce(self) -> GuardScript:
-        """Mend what the wire owes, or forgo it: no other rank knows it."""
+        """Mend the residual of the wire, or set it to zero: no other rank has it."""
         for difference in (yield Inspect(("error memory",))):
             if (yield Mend(difference.part)):
                 yield self._incident(difference, "mended")

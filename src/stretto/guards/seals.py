@@ -1,4 +1,4 @@
-"""Seals: checksums of a rank's values from one use to the next, which show what has changed and repair it."""
+"""Seals: checksums of a rank's values from one use to the next, which show changes and repair them."""
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from stretto.guards.repair import repairs
 
 
 class _Seal(NamedTuple):
-    """What was sealed, and its checksum."""
+    """A sealed part, and its checksum."""
 
     what: Sealable
     tensor: Tensor
@@ -35,7 +35,7 @@ class Seals:
             self._seals[part] = _Seal(what, tensor, checksum, tensor._version)
 
     def renew(self, part: Part) -> None:
-        """Seal a part as it is now, if it is sealed."""
+        """Seal a part again with its present values, if it is sealed."""
         if part in self._seals:
             seal = self._seals.pop(part)
             self.add(seal.what, [(part, seal.tensor)])
@@ -55,7 +55,7 @@ class Seals:
         yield from [(part, seal.tensor) for part, seal in self._seals.items() if seal.what in what]
 
     def differences(self, parts: Sequence[Part]) -> list[Difference]:
-        """Return how sealed parts have changed; those that have not are left out."""
+        """Return the changes of sealed parts, without parts that have none."""
         seals = [self._seals[part] for part in parts]
         found = compared([seal.checksum for seal in seals], [seal.tensor for seal in seals])
         pairs = zip(parts, found, strict=True)

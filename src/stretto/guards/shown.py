@@ -19,9 +19,9 @@ from stretto.records import Incident
 _NO_ACCIDENT = 3
 """How often the same tensor is damaged, in every round or in every other one, until it cannot be chance."""
 _REPLAYS = 2
-"""How often a round is run again: what is damaged meanwhile is mended, and spoils that run too."""
+"""How often a round is run again: damage during a run is mended, and spoils that run too."""
 Mark = tuple[int, int]
-"""Address and version counter of a tensor: another one means that the job, or the user, has written it."""
+"""Address and version counter of a tensor: if either differs, the job or the user has written the tensor."""
 
 
 def mark_of(tensor: Tensor, held: Tensor) -> Mark:
@@ -31,9 +31,9 @@ def mark_of(tensor: Tensor, held: Tensor) -> Mark:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Constant:
-    """A tensor that does not train, and its checksum while nobody writes it.
+    """A tensor that does not train, and its checksum while no code writes it.
 
-    A buffer that forward passes write costs no checksum: one is taken only after a round in which nobody wrote it.
+    A buffer that forward passes write costs no checksum: Stretto takes a checksum only after a round without a write.
     """
 
     mark: Mark
@@ -41,12 +41,12 @@ class _Constant:
 
     @classmethod
     def sealed(cls, tensor: Tensor, held: Tensor) -> Self:
-        """Take the checksum of what is held of a tensor now."""
+        """Take the checksum of this rank's present part of a tensor."""
         return cls(mark_of(tensor, held), Checksum.of(held))
 
     @classmethod
     def following(cls, before: Self | None, tensor: Tensor, held: Tensor) -> Self:
-        """Return what is known of a tensor at the end of a round, from what was known a round before."""
+        """Return the record of a tensor at the end of a round, from its record of the round before."""
         if before is None or before.mark != mark_of(tensor, held):
             return cls(mark_of(tensor, held), None)
         return before if before.checksum is not None else cls.sealed(tensor, held)
@@ -81,7 +81,7 @@ class ShownValues(RoundWatch):
         self._written: set[str] = set()
         """Names of buffers that are not watched; see Note [Buffers that are written]."""
         self._still: set[str] = set()
-        """Names of those that were found as they had been."""
+        """Names of tensors that had not changed."""
         self._num_rounds = 0
         self._struck: dict[str, tuple[int, int]] = {}
         """How often a tensor was found damaged with one sound round at most in between, and when last, by name."""
@@ -96,7 +96,7 @@ class ShownValues(RoundWatch):
         self._still = set()
 
     def _untrained(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return what is not trained and has values to compare, with what this rank holds of it."""
+        """Return untrained tensors that have values to compare, with this rank's part of each."""
         frozen = {name for name, _ in self._model.model.named_parameters()}
         found = self._rounds.untrained()
         return {name: pair for name, pair in found.items() if name in frozen or is_comparable(pair[0])}
@@ -188,7 +188,7 @@ class ShownValues(RoundWatch):
         return incidents
 
     def _strike(self, site: str, name: str, instead: str) -> None:
-        """Count damage; a round that is left out may commit no update, and then nothing is written after it.
+        """Count damage; a skipped round may commit no update, and then no values follow it.
 
         Raises:
             ParametersTouched: It was found too often, without a break.
@@ -217,7 +217,8 @@ class ShownValues(RoundWatch):
         )
 
     def _can_replay(self, found: Sequence[Incident]) -> bool:
-        """Return whether the round's micro-batches were kept, and the model holds what was installed, after damage."""
+        """Return whether the round's micro-batches were kept, and the model holds the installed values, after damage.
+        """
         return self._rounds.kept.is_whole and (not found or self._is_installed())
 
     def _replay(self) -> None:

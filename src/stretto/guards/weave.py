@@ -4,10 +4,10 @@
     before_step, Forget   ->  preview or step
     Forget                ->  gather    ->  after_gather
     Conclude, Forget      ->  launch
-    before_land, Forget   ->  land
+    before_land, Forget   ->  `land`
                               boundary  ->  after_update, Conclude
 
-What comes before a reduction needs a `Begin`: the lane then performs it when the round has been handed over, and not at
+What comes before a reduction needs a `Begin`: the lane then performs it when the round has been submitted, and not at
 the end of the round before. An average replaces masters, so the seals are forgotten before it. An average that runs
 before the next gradients is guarded like a separate update without a step.
 """

@@ -1,12 +1,12 @@
 """An accumulation of another trainer on a job, counted where that trainer ends its micro-batches.
 
-Note [Who ends a micro-batch]
-    A trainer's micro-batch may have one backward pass, several, or none (a sample that is left out). So backward passes
-    only accumulate, and the hook that the trainer calls after each micro-batch counts it, on all ranks alike.
+Note [Who ends a micro-batch] A trainer's micro-batch may have one backward pass, several, or none (a skipped sample).
+    So backward passes only accumulate, and the hook that the trainer calls after each micro-batch counts it, on all
+    ranks alike.
 
-Note [Weights]
-    A trainer divides a micro-batch's loss by their number, and its gradients are sums. The weights of an accumulation
-    add up to one for each rank, whatever was left out, so that `.grad` and the mean over ranks are the trainer's own.
+Note [Weights] A trainer divides a micro-batch's loss by their number, and its gradients are sums. The weights of an
+    accumulation add up to one for each rank, skipped samples included, so that `.grad` and the mean over ranks are
+    the trainer's own.
 """
 
 import logging
@@ -54,7 +54,7 @@ class TrainerAccumulation:
         return self._share is not None
 
     def end_micro_batch(self, length: int, samples: int, *, is_last: bool) -> Update | None:
-        """Count the present micro-batch; return the update that landed, if one did.
+        """Count the present micro-batch; return the update that was committed, if any.
 
         Args:
             length: Micro-batches by which the trainer divides.
@@ -70,9 +70,9 @@ class TrainerAccumulation:
         return update
 
     def drop(self) -> list[Update]:
-        """Drop what has been counted: the trainer has ended the accumulation without a step; all ranks call.
+        """Drop the counted micro-batches: the trainer ended the accumulation without a step; all ranks call.
 
-        What is under way already cannot be dropped (the first half of an update of `acco`): it becomes an update.
+        A round in flight (the first half of an update of `acco`) cannot be dropped: it becomes an update.
         """
         compute = self.parallel.job.compute
         is_empty = not (self.num_counted or self.has_open_micro_batch)
@@ -84,7 +84,9 @@ class TrainerAccumulation:
         return [] if is_dropped else self.parallel.commit()
 
     def end_job(self, error: BaseException) -> None:
-        """End the job after an exception: one rank alone keeps its last update for files, several tell each other."""
+        """End the job after an exception: a single rank keeps its last update for files, several ranks inform each
+        other.
+        """
         if self.parallel.world_size == 1:
             try:
                 self.drop()

@@ -1,22 +1,21 @@
 """`StrettoStrategy`: how Lightning's Trainer exchanges, on a job of this library.
 
-Note [What stays Lightning's]
-    Its loop, data, callbacks, logs and files; and ranks, devices and precision, as its DDP strategy has them. The
-    backward pass of a batch runs through the job. A micro-batch counts where Lightning leaves its closure, so also one
-    whose `training_step` returned None. With the last one Lightning steps: the job reduces, clips, steps and turns the
-    schedule, or all that is under way.
+Note [What stays Lightning's] Its loop, data, callbacks, logs and files; and ranks, devices and precision, as its DDP
+    strategy has them. The backward pass of a batch runs through the job. A micro-batch counts where Lightning leaves
+    its closure, so also one whose `training_step` returned None. With the last micro-batch Lightning steps: the job
+    reduces, clips, and steps optimizer and schedule, or has these in flight.
 
-Note [Where everything lands]
-    A strategy that overlaps commits an update after Lightning has counted it. Before a validation or a checkpoint that
-    follows a whole accumulation, and after an accumulation that is shorter than the others, everything lands first.
-    An accumulation that Lightning leaves before its step is dropped, as Lightning zeroes its gradients.
+Note [Where every update is complete] A strategy that overlaps commits an update after Lightning has counted it.
+    Before a validation or a checkpoint that follows a whole accumulation, and after an accumulation that is shorter
+    than the others, the job completes every update first. An accumulation that Lightning leaves before its step is
+    dropped, as Lightning zeroes its gradients.
 
 Note [Before other callbacks]
     A strategy hears of the end and of exceptions after all callbacks. But a callback may put an average into the model
     at the end, or save a file after an exception. So the job ends in a callback that stands before the others.
 
-Note [Two parts of a checkpoint]
-    Lightning's own file has no state of the optimizer, of which every rank has a share. That is in a folder beside it.
+Note [Two parts of a checkpoint] Lightning's own file has no state of the optimizer, of which every rank has a share.
+    Stretto writes that state to a folder next to the file.
 """
 
 import dataclasses
@@ -67,7 +66,7 @@ except ImportError as error:
     raise MissingExtra("lightning", "lightning", "StrettoStrategy") from error
 
 SUFFIX = ".stretto"
-"""Of the folder beside Lightning's file, in which ranks keep what the job needs to go on."""
+"""Suffix of the folder next to Lightning's file, in which ranks keep the state of the job."""
 _log = logging.getLogger("stretto")
 
 
@@ -79,9 +78,9 @@ class StrettoStrategy(DDPStrategy):
     Args:
         strategy: See `DataParallel`, as for the next three.
         wire: Short for `Options(wire=...)`.
-        guards: What watches over the job's values.
-        options: Everything else but `clip_norm`, which is the Trainer's `gradient_clip_val`.
-        kwargs: Those of `DDPStrategy`, but for those of PyTorch's wrapper.
+        guards: The guards of the job's values.
+        options: All other options except `clip_norm`, which is the Trainer's `gradient_clip_val`.
+        kwargs: Arguments of `DDPStrategy`, except those for PyTorch's wrapper.
 
     Raises:
         ConfigError: From `fit`: a setting of the Trainer or a hook of the model cannot work here.
@@ -112,15 +111,15 @@ class StrettoStrategy(DDPStrategy):
         """Whether the job has neither finished nor failed."""
         self._num_samples = 1
         self._lands_each = False
-        """Whether every update lands with its step, because a callback averages them."""
+        """Whether every update is complete at its step, because a callback averages parameters."""
         self._exception: BaseException | None = None
-        """That callbacks are being told of."""
+        """The exception that callbacks are receiving."""
         self._stopped_by_any: StoppedByAny | None = None
-        """For as long as several ranks fit, as the next one."""
+        """Set while several ranks fit, as is the next field."""
         self._stand_ins: list[Instead] = []
-        """Where loops would wait for other ranks by themselves, or come to wait for them at different places."""
+        """Whether loops would wait for other ranks without the job, or at different places."""
         self._validation = ExitStack()
-        """Shows the committed parameters for as long as a validation lasts."""
+        """Shows the committed parameters during a validation."""
         self._loaded_from = Path()
 
     # The job
@@ -163,14 +162,14 @@ class StrettoStrategy(DDPStrategy):
             self._stand_in(trainer)
 
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:  # type: ignore[override]  # DDP returns its wrapper
-        """Leave the model as it is, where DDP wraps it."""
+        """Return the model itself, where DDP wraps it."""
         return model
 
     def _register_ddp_hooks(self) -> None:
         """Do nothing: there is no wrapper to hook."""
 
     def _take_schedule(self) -> Any:
-        """Return a schedule that is to turn where updates land, for the job, and keep Lightning from turning it."""
+        """Return the schedule that the job steps per update, and keep Lightning from stepping it."""
         if not self._overlaps or is_overridden("lr_scheduler_step", self._module):
             return None
         for config in self.lr_scheduler_configs:
@@ -190,7 +189,7 @@ class StrettoStrategy(DDPStrategy):
         self._present.drop()
 
     def interrupt_job(self, exception: BaseException) -> None:
-        """End the job before other callbacks hear of `exception`, and tell the other ranks."""
+        """End the job before other callbacks see `exception`, and inform the other ranks."""
         self._validation.close()
         self._is_running, self._exception = False, exception
         if self._accumulation is not None:
@@ -228,7 +227,7 @@ class StrettoStrategy(DDPStrategy):
         return super().reduce_boolean_decision(decision, all)
 
     def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        """Reduce what is logged over ranks."""
+        """Reduce a logged value over ranks."""
         self._meet()
         return super().reduce(*args, **kwargs)
 
@@ -280,7 +279,7 @@ class StrettoStrategy(DDPStrategy):
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out of copies the job, and the optimizers and schedules, which belong to it."""
+        """Omit the job, its optimizers and its schedules from copies."""
         of_job = {"parallel": None, "_accumulation": None, "_stopped_by_any": None}
         return {
             **vars(self),
@@ -312,7 +311,7 @@ class StrettoStrategy(DDPStrategy):
     # One micro-batch
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step as a forward pass of the module, before which a round takes off."""
+        """Run the module's training step as a forward pass of the module, before which a round begins."""
         if self._present.has_open_micro_batch:
             raise UsageError(
                 f"{type(self._module).__name__}.optimizer_step ran the closure of the previous batch and did "
@@ -327,8 +326,8 @@ class StrettoStrategy(DDPStrategy):
         """Run one micro-batch's backward pass through the job.
 
         Args:
-            closure_loss: Its loss, divided by the micro-batches of a whole accumulation; also in a shorter one, whose
-                last micro-batch therefore has the weight of those that are missing.
+            closure_loss: Its loss, divided by the micro-batches of a whole accumulation; also in a shorter
+                accumulation, whose last micro-batch therefore takes the weight of the missing micro-batches.
         """
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
         self._present.backward(closure_loss)
@@ -364,7 +363,7 @@ class StrettoStrategy(DDPStrategy):
             self._validation.enter_context(self.parallel.settled())
 
     def on_validation_end(self) -> None:
-        """Show again what was shown before."""
+        """Show again the parameters from before the validation."""
         self._validation.close()
 
     def _land(self) -> None:
@@ -389,7 +388,7 @@ class StrettoStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Write Lightning's file, and beside it what the job needs to go on; all ranks must call."""
+        """Write Lightning's file, and the state of the job next to it; all ranks must call."""
         if self._is_alone:
             _log.warning(
                 "%s is not written: after %s ranks are apart", filepath, type(self._exception).__name__
@@ -401,7 +400,7 @@ class StrettoStrategy(DDPStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove both, unless what was to take their place could not be written."""
+        """Remove both, unless their replacement could not be written."""
         if self._is_alone:
             return
         super().remove_checkpoint(filepath)
@@ -411,12 +410,12 @@ class StrettoStrategy(DDPStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read Lightning's file, and remember where it lies."""
+        """Read Lightning's file, and remember its path."""
         self._loaded_from = Path(checkpoint_path)
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Go on with the job that was saved beside the file."""
+        """Resume the job that was saved next to the file."""
         folder = _folder_of(self._loaded_from)
         if not folder.is_dir():
             raise CheckpointError(

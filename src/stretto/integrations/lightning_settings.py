@@ -93,7 +93,7 @@ def check_callbacks(trainer: Trainer, schedules: Sequence[Any], *, overlaps: boo
     Args:
         trainer: Has the callbacks.
         schedules: Of the optimizer.
-        overlaps: Whether an update lands after its step.
+        overlaps: Whether an update is complete only after its step.
 
     Raises:
         ConfigError: Names it.

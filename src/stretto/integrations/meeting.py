@@ -1,9 +1,9 @@
 """Where the ranks of another trainer meet, and hear of one that has failed.
 
-Note [A trainer's own collectives]
-    A trainer has collectives of its own, for what it logs, evaluates and saves. They hear of no failure: a rank would
-    wait in one of them for a rank that has raised an error, until its process ends or a timeout passes. So ranks meet
-    right before, in a collective that hears of it. It costs one small message per rank.
+Note [A trainer's own collectives] A trainer runs its own collectives to log, evaluate and save. They learn of no
+    failure: in such a collective a rank would wait for a rank that has raised an error, until that process ends or a
+    timeout passes. So ranks meet right before, in a collective that reports the error. It costs one small message per
+    rank.
 """
 
 import zlib
@@ -17,7 +17,7 @@ from stretto.parallel import DataParallel
 
 
 def by_rank(parallel: DataParallel, numbers: Sequence[int], purpose: str) -> list[list[int]]:
-    """Return the numbers of each rank; all ranks call, with as many. A job of one rank has nobody to ask.
+    """Return the numbers of each rank; all ranks call, with equally many. A job of one rank asks no other rank.
 
     Args:
         parallel: The job, which has not ended.

@@ -40,7 +40,7 @@ def check_unchanged(before: Mapping[str, object], now: Mapping[str, object], cal
 
 
 def overrides(instance: object, base: type, hook: str) -> bool:
-    """Return whether `instance` has a hook of its own, from its class or put on it, in the place of `base`'s."""
+    """Return whether the class of `instance`, or `instance` itself, replaces this hook of `base`."""
     return getattr(getattr(instance, hook), "__func__", None) is not getattr(base, hook)
 
 

@@ -1,10 +1,10 @@
 """What the module or a callback asks of Lightning's Trainer on one rank, all ranks do.
 
-Note [Where ranks agree]
-    Every rank's loops look by themselves whether `should_stop` is set. A clock or a signal on one rank would have it
-    leave a loop in which the others wait for it. So ranks agree after each part of a loop in which code of the user may
-    have set it, before the loops look. On whether `on_train_batch_start` skips the rest of the epoch they agree, too.
-    Callbacks of Lightning itself ask on all ranks alike. Where there is nothing else that may ask, nobody agrees.
+Note [Where ranks agree] The loops of every rank read `should_stop` on that rank alone. After a clock or a signal on
+    one rank, that rank would end a loop in which the others wait for it. So ranks agree after each part of a loop in
+    which code of the user may have set it, before the loops look. On whether `on_train_batch_start` skips the rest of
+    the epoch they agree, too. Callbacks of Lightning itself ask on all ranks alike. If no other callback may ask,
+    ranks do not meet.
 
     With its answer each rank says at which part it is. Ranks at different parts have loaders of different
     lengths, or one has left a loop by a StopIteration.
@@ -61,12 +61,12 @@ def _names_trainer(kind: type) -> bool:
 
 
 class StoppedByAny:
-    """Has ranks agree on what one of them asks for; see Note [Where ranks agree].
+    """Makes all ranks agree to a stop that one of them asks for; see Note [Where ranks agree].
 
     Args:
         trainer: Whose loops look.
         callbacks: Its own.
-        by_rank: Tells ranks of each other.
+        by_rank: Returns the numbers of all ranks.
     """
 
     def __init__(self, trainer: Trainer, callbacks: Sequence[object], by_rank: ByRank) -> None:
@@ -82,7 +82,7 @@ class StoppedByAny:
             self._stand_ins.append(Instead(module, _SKIPS, partial(self._skip, getattr(module, _SKIPS))))
 
     def end(self) -> None:
-        """Give loops and module back what is their own."""
+        """Restore the original methods of loops and module."""
         for stands in self._stand_ins:
             stands.remove()
 

@@ -1,16 +1,14 @@
 """`StrettoTrainer`: the Trainer of Hugging Face transformers, on a job of this library.
 
-Note [What stays the Trainer's]
-    Its loop, losses, data, callbacks, logs and files. Two of its parts meet the job. The accelerator runs backward
-    passes, here through the job, which counts a micro-batch after the Trainer's `training_step`, and reduces, clips,
-    steps and turns the schedule when an accumulation is full. The optimizer is a face: the Trainer steps it at the end
-    of an accumulation, when all that has been done or is under way.
+Note [What stays the Trainer's] Its loop, losses, data, callbacks, logs and files. Two of its parts meet the job. The
+    accelerator runs backward passes, here through the job, which counts a micro-batch after the Trainer's
+    `training_step`, and reduces, clips, and steps optimizer and schedule when an accumulation is full. The optimizer
+    is a face: the Trainer steps it at the end of an accumulation, when the job has done all that or has it in flight.
 
-Note [Where everything lands]
-    A strategy that overlaps commits an update after the Trainer has counted it. Where the Trainer evaluates or saves,
-    and after an accumulation that is shorter than the others, everything lands first. So what is evaluated and saved
-    has `global_step` updates, and a run that goes on from there goes on to the bit. An accumulation that a callback
-    ends inside is dropped, for the Trainer does not count it.
+Note [Where every update is complete] A strategy that overlaps commits an update after the Trainer has counted it.
+    Where the Trainer evaluates or saves, and after an accumulation that is shorter than the others, the job completes
+    every update first. So evaluations and files have `global_step` updates, and a run that resumes from there equals
+    the other to the bit. An accumulation that a callback ends inside is dropped, for the Trainer does not count it.
 """
 
 import dataclasses
@@ -69,7 +67,7 @@ _ALIKE = (
 )
 """Of the Trainer's arguments: what decides when ranks meet, with the number of steps and whether there are metrics."""
 FOLDER = "stretto"
-"""Inside each `checkpoint-N` of the Trainer, what the job needs to go on."""
+"""The folder in each `checkpoint-N` of the Trainer with the state of the job."""
 _log = logging.getLogger("stretto")
 
 
@@ -106,7 +104,7 @@ class StrettoTrainer(transformers.Trainer):
         self.parallel: DataParallel | None = None
         """The job of the running or last `train()`."""
         self.last_update: Update | None = None
-        """What landed last: under a strategy that overlaps, often the update before `global_step`."""
+        """The last committed update: under a strategy that overlaps, often the update before `global_step`."""
         self._start_job = functools.partial(DataParallel, strategy=strategy, wire=wire, guards=guards)
         self._options = Options(allow_unused=True) if options is None else options
         self._accumulation: TrainerAccumulation | None = None
@@ -251,7 +249,7 @@ class StrettoTrainer(transformers.Trainer):
         self._present.backward(loss)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Count the micro-batch, whatever `training_step` did: the Trainer calls this right after it."""
+        """Count the micro-batch: the Trainer calls this right after every `training_step`."""
         check_unchanged(self._taken, self._taken_over(), "train()")
         count = self.current_gradient_accumulation_steps
         is_last = self.accelerator.sync_gradients
@@ -273,7 +271,7 @@ class StrettoTrainer(transformers.Trainer):
         return None if self.last_update is None else self.last_update.gradient_norm
 
     def _get_learning_rate(self) -> float:
-        """Return the rate of the Trainer's step: as its update used it, or will where it has not landed yet."""
+        """Return the rate of the Trainer's step: as its update used it, or will use it if it is still in flight."""
         if self.last_update is not None and self._job.steps > self.state.global_step:
             return self.last_update.learning_rates[0]
         rate: float = super()._get_learning_rate()
@@ -282,7 +280,7 @@ class StrettoTrainer(transformers.Trainer):
     # Evaluation and files
 
     def _land(self) -> None:
-        """Land everything, once an accumulation that a callback has ended is dropped."""
+        """Complete every update, after dropping an accumulation that a callback has ended."""
         if self.control.should_epoch_stop or self.control.should_training_stop:
             for update in self._present.drop():
                 self.last_update = update
@@ -308,7 +306,7 @@ class StrettoTrainer(transformers.Trainer):
             return super().evaluation_loop(*args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Save what has landed; callbacks may come here by themselves, and all ranks must."""
+        """Save all committed updates; callbacks may call this, and then all ranks must."""
         if not self._job.job.compute.lifetime.has_finished:
             self._land()
         super()._save_checkpoint(*args, **kwargs)
@@ -383,16 +381,16 @@ class StrettoTrainer(transformers.Trainer):
 
 
 class _Face(AcceleratedOptimizer):  # type: ignore[misc]  # it has no types
-    """What the Trainer steps and reads; the job steps the optimizer behind it, and turns its schedule."""
+    """The optimizer that the Trainer steps and reads; the job steps the real optimizer and its schedule."""
 
     _is_accelerate_prepared = True
 
     def step(self, closure: Any = None) -> None:
-        """Do nothing: when the Trainer calls, the job has stepped, or will where the update lands."""
+        """Do nothing: when the Trainer calls, the job has stepped, or will step when the update is complete."""
 
     @property
     def step_was_skipped(self) -> bool:
-        """True, so that the Trainer does not turn the schedule a second time."""
+        """True, so that the Trainer does not step the schedule a second time."""
         return True
 
 
