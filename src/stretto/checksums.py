@@ -13,13 +13,12 @@ If the word w12 grows by d, then R1 and C2 grow by d and no other sum changes. S
 subtracting d from that word takes it back to the bit. Several changes can cancel: +d, -d, +d, -d in the corners of a
 rectangle change no sum. The digest sees those too, so a `Checksum` keeps both.
 
-The sums are integer operations of torch: they run where the tensor lies, and are equal on every device.
+The sums are integer operations of torch: they run where the tensor is, and are equal on every device.
 
-Note [Where digests lie]
-    In the host's memory a digest is xxh3 of the bytes, a number. On a device it is a hash of the `Sums`, and stays
-    there as a tensor: many can be taken, kept and compared while nothing waits, and `on_host` brings all that somebody
-    has to know at once. Tensors that are alike are read there together, up to 64 MiB at a time: a model of many layers
-    or buckets takes hardly more kernels than one of few.
+Note [Where digests lie] In the host's memory a digest is xxh3 of the bytes, a number. On a device it is a hash of the
+    `Sums`, and stays there as a tensor: many can be taken, kept and compared while nothing waits, and `on_host`
+    brings all that somebody has to know at once. Tensors that are alike are read there together, up to 64 MiB at a
+    time: a model of many layers or buckets takes hardly more kernels than one of few.
 """
 
 import dataclasses
@@ -36,7 +35,7 @@ from torch import Tensor
 from stretto.mixed import mixed
 
 HOSTS = ("cpu",)
-"""Types of devices whose memory the host reads by itself."""
+"""Types of devices whose memory the host reads directly."""
 WORD_BYTES = 8
 _COLUMNS = 4096
 """Words in a row: 32 KiB, so that the sums of 64 MiB are 0.07 % of it."""
@@ -45,7 +44,7 @@ _BYTES_TOGETHER = 2**26
 _BYTES_IN_CACHE = 2**18
 """How much is read together on the host."""
 _NUMPY = frozenset({torch.float32, torch.float64, torch.int64, torch.uint8})
-"""Dtypes that NumPy has too: of such tensors it hands on the memory without a view of the bytes. Others are rare."""
+"""Dtypes that NumPy has too: of such tensors it passes on the memory without a view of the bytes. Others are rare."""
 
 
 class Seeds(NamedTuple):
@@ -71,7 +70,7 @@ Digests = list[int] | Tensor
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """Return whether the host reads a tensor's memory by itself."""
+    """Return whether the host reads a tensor's memory directly."""
     return tensor.device.type in HOSTS
 
 
@@ -106,10 +105,10 @@ def digests(tensors: Sequence[Tensor]) -> list[Digest]:
 
 
 def digests_of_rows(content: Tensor, seeds: Seeds = _UNSEEDED) -> Digests:
-    """Return the digest of each row, where they lie.
+    """Return the digest of each row, where they are.
 
     Args:
-        content: `(rows, bytes)` uint8; rows may lie apart.
+        content: `(rows, bytes)` uint8; rows may be apart.
         seeds: Of the rows.
     """
     if is_on_host(content):

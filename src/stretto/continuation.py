@@ -8,7 +8,7 @@
     owed.<rank>          rounding errors that this rank has yet to send, where the wire keeps them
     debts.<node>.<name>  the same of a parameter, where the ranks of a node hold shards
     replica.<rank>       parameters, optimizer state and totals of this rank, where replicas differ; the name also says
-                         which ranks hold the same one, where workers are nodes
+                         which ranks hold the same, where workers are nodes
     scheduler            state of the scheduler that the library turns
     loader.<rank>        state of this rank's loader
     pass.<rank>          where its pass over its data is, if it was saved in one
@@ -77,7 +77,7 @@ class Continuation:
         job: Of this rank.
         feeding: Its batches.
         options: Under which it works now.
-        scheduler: That the library turns; None where it turns none, or where the next job has the same one.
+        scheduler: That the library turns; None where it turns none, or where the next job has the same.
     """
 
     def __init__(self, job: Job, feeding: Feed, options: Options, scheduler: Any) -> None:
@@ -91,7 +91,7 @@ class Continuation:
     def write(self) -> State:
         """Return the state that ranks hold together; all ranks must call.
 
-        This performs the next reduction now, and the running job goes on with the result.
+        This performs the next reduction now, and the running job continues with the result.
         """
         compute = self.job.compute
         reduction = compute.reduce_ahead() if compute.has_round_ready else None
@@ -300,7 +300,7 @@ class Continuation:
         job.model.begin_again()
 
     def _estimate(self) -> list[Tensor]:
-        """Return copies of the estimate with which training goes on; empty where that is the committed parameters.
+        """Return copies of the estimate with which training continues; empty where that is the committed parameters.
 
         The model may show those for now: after the end of `feed`, or inside `settled`.
         """
@@ -359,7 +359,7 @@ class Continuation:
 
 
 def unpack_entries(state: State) -> None:
-    """Unpack what ranks have packed, in its place.
+    """Unpack what ranks have packed, instead.
 
     Raises:
         UnsafeValue: It holds something that only pickle could read.
@@ -371,7 +371,7 @@ def unpack_entries(state: State) -> None:
 
 
 def places(state: State) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Yield of each entry of a state where it lies, under which key, and its name."""
+    """Yield of each entry of a state where it is, under which key, and its name."""
     for part, entries in state.items():
         if not isinstance(entries, dict):
             yield state, part, part
@@ -389,7 +389,7 @@ def _rank_report(
 ) -> RankReport:
     """Combine the saved reports of several ranks into one; the result is empty if there are none.
 
-    A rank at the end of its data is there still if its pass goes on. Other votes in the old job do not count now.
+    A rank at the end of its data is there still if its pass continues. Other votes in the old job do not count now.
     """
     is_exhausted = goes_on and any(record["is_exhausted"] for record in records)
     used = {name for record in records for name in record["used"]}

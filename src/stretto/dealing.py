@@ -1,7 +1,7 @@
 """A state that ranks hold together, dealt out to those that need it, whoever wrote which share, from files or memory.
 
-What a rank has already does not move. What some rank lacks travels over the group of the job that goes on, one entry at
-a time, from the ranks that write it.
+What a rank has already does not move. What some rank lacks is sent over the group of the job that continues, one
+entry at a time, from the ranks that write it.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ class Holding:
 
     Args:
         shares: What this rank holds: one share as a rule, several where ranks have left, none on a rank that has come.
-        gather: Over the ranks of the job that goes on.
+        gather: Over the ranks of the job that continues.
         round_bytes: What all ranks together send in one round at most, unless a value that cannot be cut has more.
 
     Raises:
@@ -100,7 +100,7 @@ class Holding:
 
         Args:
             state: What this rank needs; see `Continuation.blank`.
-            moves: Whether to take everything from the ranks that write it: other ranks go on.
+            moves: Whether to take everything from the ranks that write it: other ranks continue.
         """
         wanted = {name: (into, key) for into, key, name in places(state)}
         lacking = sorted(name for name, place in wanted.items() if moves or not self._fill(name, *place))
@@ -135,7 +135,7 @@ class Holding:
         return False
 
     def _batches(self, share: Held, names: Sequence[str]) -> Iterator[Held]:
-        """Yield what a share has written of some entries, as much at a time as may travel."""
+        """Yield what a share has written of some entries, as much at a time as may be sent."""
         batch: dict[str, Any] = {}
         size = 0
         for name in names:

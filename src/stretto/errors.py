@@ -16,7 +16,7 @@
         OptimizerStepped                    the user's optimizer was stepped by hand
         EstimateShown                       committed parameters were asked for while an estimate is shown
         Finished                            use after `finish` or after an error
-        OutOfTurn                           a take-off, landing, save or settling at the wrong moment
+        OutOfTurn                           a start, landing, save or settling at the wrong moment
         BatchChanged                        a batch that is used again was written in place
         UnusedParameters                    parameters that no rank has used
       NonFinite (ArithmeticError)           a loss or gradient is not finite
@@ -24,10 +24,10 @@
       CommunicationError (RuntimeError)
         PeerFailed                          another rank died or raised
         PeerSilent (TimeoutError)           another rank stopped answering
-        LeftOut                             the others go on without this process
+        LeftOut                             the others continue without this process
         NoWayOn                             every rank's place is known, on a virtual cluster
           CollectivesDisagree               ranks called different collectives
-          Deadlock                          no rank can go on
+          Deadlock                          no rank can continue
       CorruptionError (RuntimeError)        values changed where nothing may change them, and the job ends
         TransferCorrupt                     sent again as often as allowed, and never arrived as it was sent
         StateCorrupt                        masters or optimizer state damaged beyond repair
@@ -122,7 +122,7 @@ class Finished(UsageError):
 
 
 class OutOfTurn(UsageError):
-    """A take-off, landing, save or settling was asked for at the wrong moment."""
+    """A start, landing, save or settling was asked for at the wrong moment."""
 
 
 class BatchChanged(UsageError):
@@ -150,7 +150,7 @@ class PeerFailed(CommunicationError):
 
     Args:
         message: For people.
-        ranks: Those that are gone, where this rank has found it out by itself.
+        ranks: Those that are gone, where this rank has found it out alone.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
@@ -172,7 +172,7 @@ class PeerSilent(CommunicationError, TimeoutError):
 
 
 class LeftOut(CommunicationError):
-    """The others have agreed to go on without this process, or the job has ended.
+    """The others have agreed to continue without this process, or the job has ended.
 
     Args:
         message: For people.
@@ -226,7 +226,7 @@ class Quarantined(CorruptionError):
 
 
 class NoWayOn(CommunicationError):
-    """The ranks of a virtual cluster cannot go on together; the message has a row for each of them."""
+    """The ranks of a virtual cluster cannot continue together; the message has a row for each of them."""
 
     def __init__(self, what: str, rows: Sequence[object]) -> None:
         super().__init__("\n  ".join([what, *map(str, rows)]))
@@ -239,7 +239,7 @@ class CollectivesDisagree(NoWayOn):
 
 
 class Deadlock(NoWayOn):
-    """No rank can go on: each one waits for another, or for one that has returned."""
+    """No rank can continue: each one waits for another, or for one that has returned."""
 
 
 class CheckpointError(StrettoError, RuntimeError):

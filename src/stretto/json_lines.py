@@ -25,7 +25,7 @@ class JsonLines:
 
     Args:
         path: The file.
-        keep_until: Keep the leading records up to this step and go on behind them; None begins anew.
+        keep_until: Keep the leading records up to this step and continue behind them; None begins again.
 
     Raises:
         ConfigError: Among the records to be kept is a line that is not one.
@@ -89,7 +89,7 @@ def replace_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file; a last line that is no record is left out, a missing file has none.
+    """Return the records of a file; a last line that is no record is skipped, a missing file has none.
 
     A file whose name ends in `.gz` is unpacked.
 

@@ -1,4 +1,4 @@
-"""A hash of whole numbers from operations of torch: it runs where they lie, and is equal on every device."""
+"""A hash of whole numbers from operations of torch: it runs where they are, and is equal on every device."""
 
 import torch
 from torch import Tensor

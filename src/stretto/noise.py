@@ -44,7 +44,7 @@ class Noise:
             raise ConfigError(f"noise {self}: expected ranks from 0, or all")
 
     def __str__(self) -> str:
-        """Return the noise as `parse_noise` reads it; settings at their defaults are left out."""
+        """Return the noise as `parse_noise` reads it; settings at their defaults are skipped."""
         burst = None if self.every is None else f"{self.every[0]}:{self.every[1]}"
         ranks = None if self.ranks is None else "+".join(map(str, self.ranks))
         settings = {
@@ -85,7 +85,7 @@ class Noise:
             )
 
     def going_on(self, left_out: Collection[int]) -> "Noise":
-        """Return the noise for a run that goes on in new processes without some ranks; the others have new numbers."""
+        """Return the noise for a run that continues in new processes without some ranks; the others have new numbers."""
         if self.ranks is None:
             return self
         stay = [rank - sum(other < rank for other in left_out) for rank in self.ranks if rank not in left_out]

@@ -6,10 +6,10 @@ they are written, unless the program has named them to PyTorch with `torch.seria
 
 Note [Bytes]
     PyTorch pickles bytes as text, which takes half as much again, and is slow to write and to read. So what has more
-    than a few of them travels as a tensor.
+    than a few of them is sent as a tensor.
 
 Note [Named tuples]
-    A named tuple travels as a dictionary of its class's name and its values. Where it is read, the class is looked up
+    A named tuple is sent as a dictionary of its class's name and its values. Where it is read, the class is looked up
     among the modules that the program has imported, must be a named tuple, and none of its methods is called.
 """
 

@@ -30,7 +30,7 @@ from stretto.strategies import Strategy, ZeRO1, check_strategy
 
 Result = TypeVar("Result")
 _not_traced = torch._disable_dynamo  # type: ignore[attr-defined]  # public ones import the compiler at once
-"""Marks what a compiled step of the user's calls as it is: sending and waiting are not for a graph."""
+"""Marks functions that a compiled step of the user's calls without compiling them: a graph cannot send or wait."""
 
 
 class DataParallel:
@@ -77,7 +77,7 @@ class DataParallel:
             guards: What watches over the job's values, in the order in which they are asked; see the page guards.
                 "standard" takes what fits the strategy: `AtRest`, `ReplicaGuard` and a verified exchange.
             group: Whose ranks train; None is the default group. Without one, the ranks that a launcher (torchrun,
-                srun) has started make it; otherwise this process trains alone. The job makes a group of its own
+                srun) has started make it; otherwise this process trains alone. The job makes its own group
                 over these ranks.
             ranks: Ranks of the default group, instead of `group`.
             mesh: For a model that `fully_shard` has sharded inside nodes: the dimension of its mesh across which the
@@ -157,13 +157,13 @@ class DataParallel:
 
         What is left then (landing what is in flight, rounds with ranks that have more data) happens in here, without
         a batch: the loop's body never sees one twice. Behind it the model shows committed parameters, until training
-        goes on.
+        continues.
 
         Args:
-            loader: This rank's batches. One with a length is asked once more before its last, a copy, is handed out: at
+            loader: This rank's batches. One with a length is asked once more before its last, a copy, is given out: at
                 the end no round is needed then to tell other ranks. A wrong length does no harm.
             updates: End when so many updates have been committed since the job began (`steps`), and commit none
-                behind; None goes on to the end of the data.
+                behind; None continues to the end of the data.
             until: End when any rank's data have ended, or when all ranks' have.
             on_update: Called with every update that is committed from the first batch to the end, on all ranks alike,
                 except where ranks step alone between averages and have unequal numbers of batches.
@@ -214,7 +214,7 @@ class DataParallel:
 
         Args:
             loss_function: Returns the loss, or (loss, weight, samples) where only the forward pass tells these. What it
-                returns depends on the batch, the model and random draws alone, and the batch stays as it is.
+                returns depends on the batch, the model and random draws alone, and the batch stays unchanged.
             batch: What it is given.
             weight: See `backward`.
             samples: See `backward`; None is the batch's length.
@@ -266,7 +266,7 @@ class DataParallel:
     def commit(self) -> list[Update]:
         """Commit what was counted, however little, and land everything; return the updates nobody was told of yet.
 
-        For loops without `feed`. Does nothing if no update is under way, or after `finish`. Under a strategy that
+        For loops without `feed`. Does nothing if no update is in progress, or after `finish`. Under a strategy that
         overlaps nothing is in flight then, as at first. All ranks must call, after the same micro-batch.
 
         Raises:
@@ -291,7 +291,7 @@ class DataParallel:
         """Show the committed parameters and the agreed buffers inside the block, then what was shown before.
 
         All ranks must enter, after the same micro-batch. Under a `Clock` only right after an `Update`, before training,
-        or after `finish`, because in between ranks may have handed over different rounds.
+        or after `finish`, because in between ranks may have passed different rounds.
 
         Raises:
             OutOfTurn: A round is in flight under a `Clock`.
@@ -327,10 +327,10 @@ class DataParallel:
 
     @contextmanager
     def between_updates(self, what: str) -> Iterator[None]:
-        """For checkpoints: refuse `what` unless no update is under way; errors end the job.
+        """For checkpoints: refuse `what` unless no update is in progress; errors end the job.
 
         Raises:
-            OutOfTurn: An update is under way.
+            OutOfTurn: An update is in progress.
             Finished: An error has ended the job.
         """
         if self._compute.lifetime.has_finished:
@@ -348,22 +348,22 @@ class DataParallel:
 
         Portable: any world size, any strategy and plain PyTorch can read it; `stretto.engine.state` lists the names.
         What only a bit-identical continuation needs is left to `stretto.checkpoint.save`. All ranks must call, between
-        updates; the state refers to the job's own tensors, so save it before training goes on.
+        updates; the state refers to the job's own tensors, so save it before training continues.
 
         Raises:
-            OutOfTurn: An update is under way.
+            OutOfTurn: An update is in progress.
             Finished: An error has ended the job.
         """
         with self.between_updates("state_dict()"):
             return JobState(self.job).write()
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from `state`, a `state_dict()` that `torch.distributed.checkpoint.load` has read into.
+        """Continue from `state`, a `state_dict()` that `torch.distributed.checkpoint.load` has read into.
 
         All ranks must call, between updates. Gradients that were accumulated since are forgotten.
 
         Raises:
-            OutOfTurn: An update is under way.
+            OutOfTurn: An update is in progress.
             CheckpointError: The state is of another model or optimizer.
             Finished: The job has ended.
         """
@@ -382,7 +382,7 @@ class DataParallel:
         self._compute.course.stop()
 
     def end(self) -> None:
-        """End `feed` after the last update, and commit what is under way; all ranks must call, in `on_update`."""
+        """End `feed` after the last update, and commit what is in progress; all ranks must call, in `on_update`."""
         self.feeding.end()
 
     def finish(self) -> list[Update]:

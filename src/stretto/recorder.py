@@ -30,9 +30,9 @@ class RunFiles:
     """Writes the records of a run; that of memory has a line for each update in which more was in use than ever.
 
     Args:
-        folder: Where they lie.
+        folder: Where they are.
         resumed_from: Committed updates of the checkpoint that the run continues from: later updates and evaluations
-            are dropped, incidents stay. None begins all files anew.
+            are dropped, incidents stay. None begins all files again.
         peak_bytes: Returns the most memory that was in use so far on this rank.
     """
 
@@ -78,7 +78,7 @@ class Curves:
     """Writes one TensorBoard curve per number of an update, over committed updates.
 
     Args:
-        folder: Where the event files lie.
+        folder: Where the event files are.
         resumed_from: Committed updates of the checkpoint that the run continues from: TensorBoard hides what
             was recorded later. None for a new run.
 
@@ -138,9 +138,9 @@ class Recorder:
                 parallel.backward(loss_function(model(batch)))
             parallel.finish()
 
-    All ranks make one, and rank 0 writes. `stretto report runs/mine` makes a page of the folder. A job that goes on
-    from a checkpoint goes on in the same folder: what was recorded after it is dropped. One that begins anew
-    writes its files anew.
+    All ranks make one, and rank 0 writes. `stretto report runs/mine` makes a page of the folder. A job that continues
+    from a checkpoint continues in the same folder: what was recorded after it is dropped. One that begins again
+    writes its files again.
 
     Args:
         folder: Of the run; it is made where it does not exist.
@@ -173,7 +173,7 @@ class Recorder:
         self._is_writing = (own_rank() if job is None else job.rank) == 0
         self._writers: list[RunFiles | Curves] = []
         self._before = 0.0
-        """Seconds of training up to the checkpoint that the job goes on from."""
+        """Seconds of training up to the checkpoint that the job continues from."""
         self._begun = time.perf_counter()
         self._held = 0.0
         self._step = 0

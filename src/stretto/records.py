@@ -77,7 +77,7 @@ class Update:
     seconds: float
     """Wall time since the previous update was returned, on this rank."""
     lane_seconds: float
-    """Time the communication lane was busy with this update, on this rank. A device is asked for times that lie in
+    """Time the communication lane was busy with this update, on this rank. A device is asked for times that are in
     its past: what it has not done when the update is returned is counted in a later one."""
     exposed_seconds: float
     """Part of `seconds` in which this rank's compute lane waited for the communication lane; late as above."""
@@ -86,7 +86,7 @@ class Update:
     learning_rates: tuple[float, ...]
     """Learning rate of each parameter group, as this update used it; nan where the optimizer has none."""
     skipped_rounds: int
-    """Rounds left out since the previous update because a loss or gradient was not finite."""
+    """Rounds skipped since the previous update because a loss or gradient was not finite."""
     gap: int = 0
     """Updates since all ranks' replicas were last averaged: 0 but for strategies that do so now and then. Where ranks
     step alone this rank's own samples, weight and loss stand here; the update with gap 0 brings those of the others."""

@@ -4,7 +4,7 @@
 
 The head is JSON: what is the same on all ranks, and for each entry its name, shape and dtype, the runs of it that
 follow each other in its content, and their digest. An entry that is no tensor is packed (`stretto.packed`). Each
-content begins at a multiple of 64 bytes, so that a tensor can lie in the memory of the bytes, and in that of a file.
+content begins at a multiple of 64 bytes, so that a tensor can be in the memory of the bytes, and in that of a file.
 
 Digests are taken of the job's values before anything is copied or written, so what changes on its way is found while
 the job still has it. The digest of the head stands for the share: it names those of all entries.
@@ -175,7 +175,7 @@ class Written:
 
 
 def read_share(content: bytes | memoryview, where: str, digest: str | None = None) -> Held:
-    """Return the share that has been written as these bytes; tensors lie in their memory, unless it cannot be written.
+    """Return the share that has been written as these bytes; tensors are in their memory, unless it cannot be written.
 
     Args:
         content: Of the share.
@@ -250,7 +250,7 @@ def hold(
         state: What `continuation.write` has returned.
         loader: This rank's, if its position is to be held.
         extra: Anything.
-        copies: Hold copies, because the job goes on; otherwise its own tensors, which must stay as they are.
+        copies: Hold copies, because the job continues; otherwise its own tensors, which must stay as they are.
     """
     job = continuation.job
     entries = {name: into[key] for into, key, name in places(state)}
@@ -292,7 +292,7 @@ def _contents(index: Any, place: int) -> Iterator[tuple[str, Kind | None, list[R
     """Yield what a head says of each entry, with the first and the last byte of its content.
 
     Raises:
-        ValueError: It lies.
+        ValueError: It is.
     """
     for name, kind_fields, pieces, digest in index:
         kind = None if kind_fields is None else Kind.from_json(kind_fields)

@@ -135,7 +135,7 @@ def sharding_for(
         parts: What the job is made of.
         mesh: The dimension across which it trains; None where no rank holds a shard.
         group: Says who trains; with a mesh, of all its ranks, in the same order.
-        ranks: Who trains, in the place of a group and a mesh.
+        ranks: Who trains, instead of a group and a mesh.
 
     Raises:
         ConfigError: The model is not sharded over another dimension of that mesh, or something is asked for that does
@@ -528,7 +528,7 @@ def _accumulation(parts: Parts, replica: Replica, quota: Quota) -> Accumulate:
 
 
 def _strikes(options: Options, exchange: Exchange) -> Strikes:
-    """Return a count of strikes that knows every rank's host and device; none travels where nothing is counted."""
+    """Return a count of strikes that knows every rank's host and device; none is sent where nothing is counted."""
     if options.strikes is None:
         return Strikes(None, [])
     own = describe_seat(exchange.layout.sets[0].device).encode()

@@ -20,7 +20,7 @@ COLUMNS = 80
 
 
 class Patience:
-    """Prints a line whenever nothing has been heard for `SECONDS`, from a thread of its own, until it is closed.
+    """Prints a line whenever nothing has been heard for `SECONDS`, from its own thread, until it is closed.
 
     Args:
         line: Returns the line; an empty one is not printed. It is called on that thread.

@@ -1,4 +1,4 @@
-"""The command line as a process of its own: `stretto`, and `python -m stretto`."""
+"""The command line as its own process: `stretto`, and `python -m stretto`."""
 
 import os
 import sys

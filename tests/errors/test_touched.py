@@ -170,7 +170,13 @@ def test_gradients_of_another_backward_are_told_and_can_be_dropped(strategy: str
         job.model(torch.ones(2, 4)).sum().backward()  # a look at the gradients, between two micro-batches
     with pytest.raises(GradientsTouched) as caught:
         refused.micro_batch()
-    assert says(caught.value, WHERE, "of another job or of loss.backward()", "parallel.discard()", "parallel.count_micro_batch()")
+    assert says(
+        caught.value,
+        WHERE,
+        "of another job or of loss.backward()",
+        "parallel.discard()",
+        "parallel.count_micro_batch()",
+    )
     struck.parallel.discard()
     for job in (struck, clean):
         job.until_update()

@@ -182,7 +182,9 @@ def test_a_node_that_has_lost_a_worker_comes_in_again_whole(
     assert [len(one) for one, _ in itertools.groupby(found)][-2:] == ([1, 2] if in_shards else [2, 4])
     assert {sum(one) for one in found} == {8}
     assert in_shards or sorted(BUILT.read_text().split()) == ["0", "1", "2", "2", "3", "3"]
-    assert "worker 3 is lost (seat 3: the other members continue without this process" in capfd.readouterr().out
+    assert (
+        "worker 3 is lost (seat 3: the other members continue without this process" in capfd.readouterr().out
+    )
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""A second lane of one rank's job, for what travels beside the user's thread while that goes on stepping."""
+"""A second lane of one rank's job, for what is sent beside the user's thread while that continues stepping."""
 
 from stretto.engine.runtime import Runtime, RuntimeOver
 

@@ -9,7 +9,7 @@ Note [Reunion]
         H ranks are finite          θ_r ← Σ_q finite fl(θ_q · fl(1/H))    on every rank, the others included
         no rank is                  `NonFinite` on all ranks
 
-    A replica that is left out has lost its optimizer's state too, so then the state is averaged whatever is asked.
+    A replica that is skipped has lost its optimizer's state too, so then the state is averaged whatever is asked.
 """
 
 import functools
@@ -120,7 +120,7 @@ class DriftingReplica(Replica):
         return {"counts": counts, **({} if self._are_equal else {"replica": self._mean.state_dict()})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Continue from what `state_dict` returned."""
         if "replica" in state:
             self._mean.load_state_dict(state["replica"])
         if "counts" in state:
@@ -146,7 +146,7 @@ class DriftingReplica(Replica):
         self.step(effect, flight)
 
     def _average(self, effect: Average, flight: Flight | None) -> Divergence | None:
-        """Average the replicas; without a flight, while the model goes on showing what they were.
+        """Average the replicas; without a flight, while the model continues showing what they were.
 
         Raises:
             NonFinite: No replica is finite.

@@ -4,9 +4,9 @@ What is alone is a worker: a rank, or the ranks of a node, which step alike (`st
 all of the parameters or a part. Each rank reports at a departure everything that it has contributed since the one
 before, and its share of the weight is its share of the mean.
 
-Note [One fragment under way]
+Note [One fragment in progress]
     A fragment leaves at the end of one update and lands at the end of the same or of a later one, before the next one
-    leaves. What it carries is copied when it leaves. Where it may travel for longer than an update, it does so on a
+    leaves. What it carries is copied when it leaves. Where it may be sent for longer than an update, it does so on a
     lane beside the user's thread. There ranks gather the reports of the round in which it left, average the model's
     buffers and take the outer step. The landing makes all of that known here: so at a landing, and not at a departure,
     ranks learn of each other. Nobody else uses the group in between: whatever needs it waits until the fragment has
@@ -16,10 +16,10 @@ Note [One fragment under way]
 Note [The end of one rank]
     That its data end is known to a rank alone, and one whose loader has a length knows it earlier than others. So
     nothing that it does among the others may follow from that: it steps, launches as planned and reports its last
-    update as if more were to come, because the others may settle or save there. Only then, in a round of its own that
-    holds nothing, it says so, lands what is under way, and waits for the others at their next departure. If none of
+    update as if more were to come, because the others may settle or save there. Only then, in its own round that
+    holds nothing, it says so, lands what is in progress, and waits for the others at their next departure. If none of
     them has a departure to make, all have come to the end, and all replicas are replaced by their mean. Anchor and
-    velocity stay as they are: should training go on, the next outer step finds the whole way from the anchor.
+    velocity stay as they are: should training continue, the next outer step finds the whole way from the anchor.
 """
 
 import dataclasses
@@ -292,7 +292,7 @@ class LocalReplica(Replica):
         return self._under_way is not None or self._arrived is not None
 
     def _arrive(self) -> Trip:
-        """Wait for the fragment that is under way, if one is, and return what the last one has brought."""
+        """Wait for the fragment that is in progress, if one is, and return what the last one has brought."""
         if self._under_way is not None:
             pending, self._under_way = self._under_way, None
             self._arrived = pending.result()

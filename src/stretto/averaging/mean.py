@@ -100,7 +100,7 @@ class ReplicaMean:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put a replica in the place of this rank's."""
+        """Replace this rank's replica."""
         _copy(state["masters"], self._sharded.masters)
         if self.last is not None and state["last_mean"] is not None:
             _copy(state["last_mean"], self.last)
@@ -144,7 +144,7 @@ class ReplicaMean:
         self._exchange.all_reduce(flats, values, wire)
 
     def _is_narrow(self, index: int) -> bool:
-        """Return whether bucket `index` travels in fewer bits than its masters have."""
+        """Return whether bucket `index` is sent in fewer bits than its masters have."""
         flat = self._layout.sets[self._layout.buckets[index].set_index]
         sent = self._exchange.wire.values.of(flat.accumulation_dtype).dtype
         return sent.itemsize < self._sharded.masters[index].dtype.itemsize

@@ -8,14 +8,14 @@ Note [The outer step]
         a ← a + wire(η (d + μ u) + e)                       what the owner gathers, on all ranks; e is what
                                                             the wire has lost of the last such change
 
-    On a wire as wide as the masters values travel, and not their changes, so that nothing is rounded twice:
+    On a wire as wide as the masters values are sent, and not their changes, so that nothing is rounded twice:
 
         d ← θ̄ - a,  θ̄ = Σ_r fl(θ_r · s_r),   a ← θ̄ + (η (d + μ u) - d)
 
     With η = 1 and μ = 0 both are `stretto.averaging.mean`, to the bit, but for what packed wires lose: they pack the
     ranks' changes as they pack gradients, with error feedback, and the owner's change likewise.
 
-    Without Nesterov's look ahead, u stands in the place of d + μ u.
+    Without Nesterov's look ahead, u stands instead of d + μ u.
 
 This is `torch.optim.SGD` with the gradient -d.
 """
@@ -34,16 +34,16 @@ from stretto.strategies.contract import Launch
 
 
 class Fragment:
-    """A part of the parameters that leaves and lands as one: whole buckets, with an exchange of their own.
+    """A part of the parameters that leaves and lands as one: whole buckets, with an their own exchange.
 
-    Memory: the anchor; the owner's share of the velocity; while it is under way, what it carries. On a packed wire what
-    the rank owes, and the owner's share of what the wire has lost.
+    Memory: the anchor; the owner's share of the velocity; while it is in progress, what it carries. On a packed wire
+    what the rank owes, and the owner's share of what the wire has lost.
 
     Args:
-        exchange: Of the job; nobody else uses its group while the fragment travels.
+        exchange: Of the job; nobody else uses its group while the fragment is sent.
         sharded: The job's masters, all of them on every rank.
         members: Which buckets it is made of.
-        changed: The format in which the owner's changes travel.
+        changed: The format in which the owner's changes are sent.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Fragment:
         self._layout = _layout_of(sharded, members)
         self.exchange = exchange.over(self._layout)
         self._carried: list[Tensor] = []
-        """What travels, one tensor per flat set, until it has landed; empty at rest."""
+        """What is sent, one tensor per flat set, until it has landed; empty at rest."""
         self._left: list[Tensor] = []
         """The masters as they were when it left, where progress since is kept."""
         self.anchor = self._new()
@@ -66,7 +66,7 @@ class Fragment:
         self._changed = changed.for_averages
         self._formats = [self._changed.values.of(flat.dtype) for flat in self._layout.sets]
         self._runs = list(self._batches())
-        """Members that travel alike, and whether they travel narrow, as many at a time as take little memory."""
+        """Members that are sent alike, and whether they are sent narrow, as many at a time as take little memory."""
         self._trips = 0
         """Since the job began."""
         self.begin_again()
@@ -95,7 +95,7 @@ class Fragment:
     """An outer step is one of the parameters alone."""
 
     def load(self, launch: Launch, flats: Sequence[Tensor]) -> None:
-        """Copy what is about to leave: the masters go on changing, and so does what `flats` hold."""
+        """Copy what is about to leave: the masters continue changing, and so does what `flats` hold."""
         if launch.keeps_progress:
             self._left = [master.clone() for master in self._masters]
         self._carried = self._new()
@@ -174,7 +174,9 @@ class Fragment:
         return {"trips": self._trips, **self._tensors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned on the same rank; another wire has nothing to owe, or nothing lost."""
+        """Continue from what `state_dict` returned on the same rank; another wire has nothing to owe, or nothing
+        lost.
+        """
         self._left = [torch.zeros_like(master) for master in self._masters][: len(state["left"])]
         self._trips = state["trips"]
         for name, tensors in self._tensors.items():
@@ -211,7 +213,7 @@ class Fragment:
             (torch._foreach_add_ if is_narrow else torch._foreach_copy_)(before, arrived)
 
     def _batches(self) -> Iterator[tuple[bool, list[int]]]:
-        """Yield whether some members travel narrow, and these, a few at a time for what is computed with them."""
+        """Yield whether some members are sent narrow, and these, a few at a time for what is computed with them."""
         for is_narrow, run in groupby(range(len(self._masters)), key=self._is_narrow):
             batch: list[int] = []
             size = 0
@@ -225,7 +227,7 @@ class Fragment:
                 yield is_narrow, batch
 
     def _is_narrow(self, index: int) -> bool:
-        """Return whether a bucket travels in fewer bits than its masters have, there or back."""
+        """Return whether a bucket is sent in fewer bits than its masters have, there or back."""
         dtype = self._masters[index].dtype
         formats = [wire.values.of(dtype) for wire in (self.exchange.wire, self._changed)]
         return any(one.dtype.itemsize < dtype.itemsize for one in formats)

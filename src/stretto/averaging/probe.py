@@ -81,7 +81,7 @@ def spread_of(received: NDArray[np.floating[Any]]) -> float:
     """Return the variance over ranks of what they have received, in the mean of coordinates; nan for less than two.
 
     Args:
-        received: y_r of Note [Signal and noise], `(ranks, p)`. Ranks with a value that is not finite are left out.
+        received: y_r of Note [Signal and noise], `(ranks, p)`. Ranks with a value that is not finite are skipped.
     """
     sound = received[np.isfinite(received).all(axis=1)].astype(np.float64)
     return float(sound.var(axis=0, ddof=1).mean()) if len(sound) > 1 else float("nan")
@@ -201,7 +201,7 @@ class GradientProbe:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned; a probe of another size begins anew."""
+        """Continue from what `state_dict` returned; a probe of another size begins again."""
         if [len(part) for part in state["received"]] != [len(part) for part in self._received]:
             return
         self.conclusion = Conclusion(

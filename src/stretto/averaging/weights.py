@@ -26,7 +26,7 @@ class Weights:
         self._left_with = np.zeros_like(self._since)
         """What each rank had contributed when each fragment left last, or when all replicas became their mean."""
         self._differ = np.zeros(fragments, dtype=bool)
-        """Of each fragment: whether ranks hold values of their own: it is under way, or kept a part when it landed."""
+        """Of each fragment: whether ranks hold their own values: it is in progress, or kept a part when it landed."""
 
     def depart(self, fragment: int, report: RoundReport) -> float | None:
         """Let a fragment leave; return this rank's share of it, or None where nobody has contributed since.
@@ -45,7 +45,7 @@ class Weights:
         return float(weights[self._rank]) / total
 
     def land(self, fragment: int, *, keeps_own: bool) -> None:
-        """A fragment has landed, and ranks may have kept a part of their own."""
+        """A fragment has landed, and ranks may have kept a their own part."""
         self._differ[fragment] = keeps_own
 
     def unite(self, report: RoundReport) -> None:
@@ -84,7 +84,7 @@ class Weights:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Continue from what `state_dict` returned."""
         self._since[:], self._left_with[:] = state["weights"], state["left_with"]
         self._differ[:] = state["differ"]
 

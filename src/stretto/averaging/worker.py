@@ -1,14 +1,14 @@
 """Workers: the ranks that step one replica together, and what they know of their round.
 
-A worker is a rank by itself, or all ranks of a node.
+A worker is a rank alone, or all ranks of a node.
 
 Note [Inside a node]
     The ranks of a node add up the gradients of every round, in rank order and as wide as gradients accumulate, and
     gather a report of it. All that decides about the step follows from these: sum, weight, norm, which parameters are
     used, whether everything is finite. So they hold the same masters in every round, to the bit. A rank whose data end
-    before those of its node goes on with weight zero; the worker is without data when all its ranks are.
+    before those of its node continues with weight zero; the worker is without data when all its ranks are.
 
-    The group is the node's own. No node waits for another, and a fragment may travel on the job's group meanwhile.
+    The group is the node's own. No node waits for another, and a fragment may be sent on the job's group meanwhile.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class WorkersRound:
 
 
 class Worker:
-    """A rank that steps by itself.
+    """A rank that steps alone.
 
     Args:
         exchange: Of the job.
@@ -139,7 +139,7 @@ def check_worker(strategy: Strategy, ledger: Ledger, options: Options) -> None:
 
 
 def exchange_inside(exchange: Exchange, failures: FailureDetector) -> Exchange | None:
-    """Return an exchange among the ranks of this node, on a group of its own; None where it has one rank.
+    """Return an exchange among the ranks of this node, on its own group; None where it has one rank.
 
     Args:
         exchange: Of the job; all ranks of the node must call.

@@ -1,4 +1,4 @@
-"""Saves whose files are written beside training.
+"""Saves whose files are written during training.
 
 Note [At updates]
     A background thread writes and renames; it never communicates, because collectives of two threads could meet in
@@ -38,7 +38,7 @@ class Step:
 
 
 class BackgroundSave(Listener):
-    """A save under way; see Note [At updates].
+    """A save in progress; see Note [At updates].
 
     Args:
         ranks: Of the job.
@@ -79,7 +79,7 @@ class BackgroundSave(Listener):
             self._end_step()
 
     def check(self) -> bool:
-        """Return whether it is under way; raise, once, what it has failed with."""
+        """Return whether it is in progress; raise, once, what it has failed with."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -109,8 +109,8 @@ def wait(parallel: DataParallel) -> None:
         parallel: The job that is saved.
 
     Raises:
-        OutOfTurn: An update is under way.
-        CheckpointError: The save has failed; the job can go on.
+        OutOfTurn: An update is in progress.
+        CheckpointError: The save has failed; the job can continue.
         CommunicationError: A rank died, raised or fell silent.
     """
     check_job(parallel)
@@ -123,7 +123,7 @@ def wait(parallel: DataParallel) -> None:
 
 
 def check(parallel: DataParallel) -> bool:
-    """Return whether a save is under way in the background; does not wait, and does not communicate.
+    """Return whether a save is in progress in the background; does not wait, and does not communicate.
 
     Ranks learn of an end or a failure at the same update, so those that call this right behind it are told alike.
 
@@ -131,7 +131,7 @@ def check(parallel: DataParallel) -> bool:
         parallel: The job that is saved.
 
     Raises:
-        CheckpointError: The last one has failed, and nobody was told; the job can go on.
+        CheckpointError: The last one has failed, and nobody was told; the job can continue.
     """
     check_job(parallel)
     saves = [one for one in parallel.job.model.listeners if isinstance(one, BackgroundSave)]

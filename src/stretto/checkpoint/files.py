@@ -5,7 +5,7 @@
 .writing-000008-step-400/   one that is being written, or was when its job died
 .removing-000004-step-200/  one that is being removed
 
-In a checkpoint lie `manifest.json`, without which it is none, and `0.share`, `1.share` and so on, one of each rank.
+In a checkpoint are `manifest.json`, without which it is none, and `0.share`, `1.share` and so on, one of each rank.
 """
 
 import logging
@@ -93,7 +93,7 @@ def _remove(leftover: Path) -> None:
 
 
 def writing(directory: Path, name: str) -> Path:
-    """Return where a checkpoint lies until it is committed."""
+    """Return where a checkpoint is until it is committed."""
     return directory / f"{_WRITING}{name}"
 
 

@@ -56,12 +56,12 @@ def hold(parallel: DataParallel, *, loader: Loader | None = None, extra: Any = N
     hold together is the state: where the optimizer is sharded, none of the shares may be missing.
 
     Args:
-        parallel: The job, which may go on.
+        parallel: The job, which may continue.
         loader: This rank's, if its position is to be held.
         extra: Anything; see `Restored`.
 
     Raises:
-        OutOfTurn: An update is under way.
+        OutOfTurn: An update is in progress.
     """
     check_job(parallel)
     check_loader(loader)
@@ -74,12 +74,12 @@ def hold(parallel: DataParallel, *, loader: Loader | None = None, extra: Any = N
 def continued(
     parallel: DataParallel, begin: Callable[[], DataParallel], *, loader: Loader | None = None
 ) -> DataParallel:
-    """End a job at rest, begin another one, and let it go on from the same state; all ranks must call.
+    """End a job at rest, begin another, and let it continue from the same state; all ranks must call.
 
         parallel = continued(parallel, lambda: DataParallel(model, optimizer, ACCO(), wire="int8"), loader=loader)
 
     It is what `save`, a new process and `load` do, to the bit, without files. The old job commits nothing more, and its
-    guards start afresh in the new one; what they have found and nobody was told is in its `late_incidents`.
+    guards start again in the new one; what they have found and nobody was told is in its `late_incidents`.
 
     Args:
         parallel: The job that ends, right after an `Update`.
@@ -87,7 +87,7 @@ def continued(
         loader: This rank's. It stays where it is, and so does an iterator of it that the caller holds.
 
     Raises:
-        OutOfTurn: An update is under way.
+        OutOfTurn: An update is in progress.
     """
     check_callable(begin, "continued(begin)", "a function that returns the next DataParallel")
     held = hold(parallel, loader=loader)
@@ -106,7 +106,7 @@ def load(
 ) -> Restored:
     """Replace the job's state by a checkpoint; all ranks must call, before training or after an `Update`.
 
-    At the saved world size and strategy the run goes on to the bit. At another world size parameters,
+    At the saved world size and strategy the run continues to the bit. At another world size parameters,
     optimizer, carry and prediction are resharded; random states and loader positions are per rank and are
     left as they are, with a note. Under another strategy parameters and optimizer load, and the carry and the
     prediction, which mean nothing there, are dropped with a note. Nothing changes unless all of it can be read.
@@ -124,7 +124,7 @@ def load(
         CheckpointError: There is no checkpoint, or there are shares of different states.
         TornCheckpoint: It is incomplete or damaged; names the file or the entry.
         ForeignCheckpoint: It is of another model, optimizer or format version; says what differs.
-        OutOfTurn: An update is under way.
+        OutOfTurn: An update is in progress.
         CommunicationError: A rank died, raised or fell silent.
     """
     check_job(parallel)
@@ -191,7 +191,7 @@ def read(source: str | os.PathLike[str]) -> dict[str, Any]:
     Returns:
         By part, dictionaries: "model" as `model.state_dict()`, "optimizer" in PyTorch's flattened form, "master" where
         models hold coarser values, "job" with its counts, and others for Stretto alone. A tensor that one rank has
-        written lies in the memory of the file.
+        written is in the memory of the file.
 
     Raises:
         CheckpointError: There is no checkpoint.
@@ -223,7 +223,7 @@ def read(source: str | os.PathLike[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _grown(model: nn.Module, saved: Kinds) -> Iterator[None]:
-    """Let modules with a loading rule of their own take the kinds of what is saved; back again if the block raises.
+    """Let modules with a loading their own rule take the kinds of what is saved; back again if the block raises.
 
     Quantisers and banks make buffers in their first forward pass, and load them into a fresh module as well.
     """
@@ -324,7 +324,7 @@ def _is_over(place: Mapping[str, Any]) -> bool:
 
 
 def _notes_of_pass(place: Mapping[str, Any], names: set[str], *, goes_on: bool) -> Iterator[str]:
-    """Yield what is not exact of the pass that was saved, of which the loader's state may go on.
+    """Yield what is not exact of the pass that was saved, of which the loader's state may continue.
 
     Without one a pass that is over, with all its updates, is behind.
     """

@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: JSON that says of what state it is, and how long each rank's share is, and its digest.
 
-What lies in a share, the share itself says (`stretto.share`): so ranks tell each other nothing of it when they save.
+What is in a share, the share itself says (`stretto.share`): so ranks tell each other nothing of it when they save.
 """
 
 import dataclasses
@@ -110,10 +110,10 @@ class Manifest:
         return path
 
     def share(self, folder: Path, rank: int) -> Held:
-        """Return what a rank has written; tensors lie in the file's own memory.
+        """Return what a rank has written; tensors are in the file's own memory.
 
         Raises:
-            TornCheckpoint: The file is missing, damaged, or another one; names the entry.
+            TornCheckpoint: The file is missing, damaged, or another; names the entry.
         """
         path = self.check_file(folder, rank)
         try:
@@ -133,7 +133,7 @@ _OLDER = "stretto 0.2 reads it; docs/gone.md shows how to take parameters, optim
 
 
 def share_of(folder: Path, rank: int) -> Path:
-    """Return the file in which a rank's share lies."""
+    """Return the file in which a rank's share is."""
     return folder / f"{rank}.share"
 
 

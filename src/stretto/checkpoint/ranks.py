@@ -28,7 +28,7 @@ def check_job(parallel: object) -> None:
     """Raise unless this is a job.
 
     Raises:
-        ConfigError: Says what was found in its place.
+        ConfigError: Says what was found instead.
     """
     if not isinstance(parallel, DataParallel):
         raise ConfigError(f"parallel: expected a DataParallel, found {shown(parallel)}")

@@ -1,4 +1,4 @@
-"""Writes a checkpoint in steps that all ranks take together; the long ones may be taken beside training."""
+"""Writes a checkpoint in steps that all ranks take together; the long ones may be taken during training."""
 
 import os
 from pathlib import Path
@@ -29,7 +29,7 @@ def save(
     """Write a checkpoint into `directory`, and remove old ones; all ranks must call, right after an `Update`.
 
     It can also be called before training, or after `finish`. Saving does not change the running job. Every rank writes
-    its share; `directory` must lie on a file system that all ranks share. The checkpoint appears under its name in one
+    its share; `directory` must be on a file system that all ranks share. The checkpoint appears under its name in one
     moment, after all ranks have written. A crash before that leaves the earlier checkpoints as they were.
 
     Args:
@@ -39,7 +39,7 @@ def save(
         extra: Numbers, text, containers, tensors, for example a scheduler's state; rank 0's is saved. Any other class
             has to be named with `torch.serialization.add_safe_globals`.
         keep: How many checkpoints stay, the last ones; at least 1.
-        async_save: Return once what this rank writes is copied, and write it beside training. The checkpoint appears
+        async_save: Return once what this rank writes is copied, and write it during training. The checkpoint appears
             at a later update; the next `save`, `load`, `wait`, `check` or `finish` raises what it fails with. The
             first four wait for it. After `finish` there is nothing to write beside, and `save` waits.
 
@@ -47,9 +47,9 @@ def save(
         The checkpoint's own folder.
 
     Raises:
-        OutOfTurn: An update is under way.
+        OutOfTurn: An update is in progress.
         CheckpointError: Some rank cannot write, or could not in the background, or this job could not load what it
-            saves, which is tried at its first checkpoint; the job can go on.
+            saves, which is tried at its first checkpoint; the job can continue.
         CommunicationError: A rank died, raised or fell silent.
     """
     check_job(parallel)
@@ -125,7 +125,7 @@ class _Writing:
         return folder.writing(self.path.parent, self.path.name)
 
     def pack(self) -> None:
-        """Take the digests of this rank's share; copy it, where training goes on before it is written."""
+        """Take the digests of this rank's share; copy it, where training continues before it is written."""
         written = self.held.written()
         self._share = written.num_bytes, written.digest
         self._chunks = iter([written.joined()]) if self.in_background else written.chunks()
@@ -143,7 +143,7 @@ class _Writing:
             folder.abandon(self.path.parent, self.path.name)
 
     def _write(self, _: list[Any]) -> tuple[int, str]:
-        """Write this rank's share, and compare what lies in the file with what the job had."""
+        """Write this rank's share, and compare what is in the file with what the job had."""
         if not self._folder.is_dir():
             raise CheckpointError(
                 f"rank 0 has made {self._folder}, and this rank does not find it: expected a file system that "

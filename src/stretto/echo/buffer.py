@@ -24,9 +24,9 @@ class HeldBatch:
     """A batch in the buffer. Plans look at its number and its uses."""
 
     number: int
-    """Fresh batches that this rank handed out before it, over all epochs."""
+    """Fresh batches that this rank given out before it, over all epochs."""
     uses: int = 0
-    """How often it has been handed out."""
+    """How often it has been given out."""
     update: int = -1
     """The update that used it last; counted as in `Selector.select`."""
     used_at: tuple[int, ...] = ()
@@ -39,7 +39,7 @@ class HeldBatch:
     """For each of its tensors: the path to it, the tensor, and its count of in-place writes when it arrived."""
 
     def can_be_used(self, update: int, parameters: int | None) -> bool:
-        """Return whether its gradient would be another one than before, in `update` and at these parameters."""
+        """Return whether its gradient would be another than before, in `update` and at these parameters."""
         return self.update != update and parameters not in self.used_at
 
 
@@ -83,7 +83,7 @@ class EchoBuffer:
 
         Args:
             held: In the buffer.
-            step: Batches handed out before, for messages.
+            step: Batches given out before, for messages.
             update: The one that uses it.
             parameters: Fingerprint of the parameters that the use meets; None if nobody knows it.
 

@@ -1,13 +1,13 @@
-"""`EchoLoader`: hands out the batches of a loader, some of them several times, while the next ones are read.
+"""`EchoLoader`: gives out the batches of a loader, some of them several times, while the next ones are read.
 
 At every step
 
     1. where an update begins, the plan's selector decides: its batches are fresh, or those of the update before;
     2. a fresh batch is taken from the reader, placed, and put into the buffer;
-    3. the use is counted, and the batch is handed out through `transform`.
+    3. the use is counted, and the batch is given out through `transform`.
 
-A held batch is handed out only where its gradient can be another one than before: in another update, and at parameters
-that it has not met. Otherwise a fresh one takes its place. Each step hands out exactly one batch. Ranks may therefore
+A held batch is given out only where its gradient can be another than before: in another update, and at parameters
+that it has not met. Otherwise a fresh one takes its place. Each step gives out exactly one batch. Ranks may therefore
 decide differently, and their collectives still match.
 """
 
@@ -41,7 +41,7 @@ from stretto.errors import ConfigError, OutOfTurn
 
 Batch = TypeVar("Batch")
 _unfed: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Loaders with a pass under way that no `feed` has begun: nothing else ties them to the job that trains with them."""
+"""Loaders with a pass in progress that no `feed` has begun: nothing else ties them to the job that trains with them."""
 
 
 def check_unfed(micro_batches: int | None, where: object) -> None:
@@ -83,7 +83,7 @@ def check_iterable(loader: object, call: str) -> None:
 
 
 class EchoLoader(Generic[Batch]):
-    """Hands out the batches of `loader`, some of them several times, as a plan says.
+    """Gives out the batches of `loader`, some of them several times, as a plan says.
 
         for batch in parallel.feed(EchoLoader(loader, Even(2.5))):
             ...
@@ -91,7 +91,7 @@ class EchoLoader(Generic[Batch]):
     Every rank wraps its own loader. Attributes that this class does not have are those of the loader.
 
     A new iterator begins a new pass over the loader, and ends the pass before it. The first one after
-    `load_state_dict` goes on in the middle. What was read ahead of a pass that is left is dropped.
+    `load_state_dict` continues in the middle. What was read ahead of a pass that is left is dropped.
 
     Attributes:
         loader: The bare loader.
@@ -153,7 +153,7 @@ class EchoLoader(Generic[Batch]):
         self._micro_batches: int | None = self.options.micro_batches or 1
         """Of every update of the newest pass; None where they have different numbers."""
         self._reader: Reader | None = None
-        """Of the newest pass, also when that is over: its last read may still be under way."""
+        """Of the newest pass, also when that is over: its last read may still be in progress."""
         self._draws = DrawWatch()
         self._asked: Fetched | None = None
         """What the loader gave when it was asked whether it has more; the next fresh batch."""
@@ -170,12 +170,12 @@ class EchoLoader(Generic[Batch]):
 
     @property
     def steps(self) -> int:
-        """Batches handed out so far, over all epochs."""
+        """Batches given out so far, over all epochs."""
         return self._position.step
 
     @property
     def fresh_batches(self) -> int:
-        """Fresh batches handed out so far, over all epochs."""
+        """Fresh batches given out so far, over all epochs."""
         return self._position.fresh
 
     @property
@@ -189,7 +189,7 @@ class EchoLoader(Generic[Batch]):
         return self._position.mixed
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out of copies what reads ahead: a copy stands where this loader does, and begins a pass of its own."""
+        """Omit the reader from copies: a copy has the position of this loader, and begins its own pass."""
         return {**vars(self), "_reader": None, "_asked": None}
 
     def __getattr__(self, name: str) -> Any:
@@ -279,12 +279,12 @@ class EchoLoader(Generic[Batch]):
         set_epoch(self.loader, epoch)
 
     def close(self) -> None:
-        """End the pass under way, and do not wait for the loader. The next iterator begins another."""
+        """End the pass in progress, and do not wait for the loader. The next iterator begins another."""
         if self._reader is not None:
             self._reader.close()
 
     def _leave(self) -> None:
-        """End the pass under way, and wait until nobody reads the loader any more."""
+        """End the pass in progress, and wait until nobody reads the loader any more."""
         if self._reader is not None:
             self._reader.close()
             self._reader.join()
@@ -313,9 +313,9 @@ class EchoLoader(Generic[Batch]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was saved, from the next iterator on. `EchoOptions.resume` says what is done.
+        """Continue where `state` was saved, from the next iterator on. `EchoOptions.resume` says what is done.
 
-        Under a plan of another class the counts go on and the plan begins anew.
+        Under a plan of another class the counts continue and the plan begins again.
 
         Raises:
             ConfigError: The state has another seed, or is not that of an `EchoLoader`.
@@ -351,7 +351,7 @@ class EchoLoader(Generic[Batch]):
         return fetched
 
     def _epoch(self, reader: Reader, updates: Updates) -> Iterator[Batch]:
-        """Hand out batches until the data end."""
+        """Give out batches until the data end."""
         position, buffer = self._position, self._buffer
         handed_out = math.nan
         while True:

@@ -157,7 +157,7 @@ class Diagnosis:
     exposed_seconds: float
     """A: the part of it in which the step waited for communication, as far as its updates say; per batch."""
     period_seconds: float
-    """Mean time of a step with its fresh batch, in the loop as it is."""
+    """Mean time of a step with its fresh batch, in the user's loop."""
     step_variation: float = 0.0
     """Standard deviation of `step_seconds` between updates, as a share of it."""
     period_variation: float = 0.0

@@ -80,14 +80,14 @@ def check_plan(plan: object) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """What happened when one batch was handed out."""
+    """What happened when one batch was given out."""
 
     update: int
     """Updates begun before the one that uses the batch."""
     slot: int
     """Batches that this update has used before."""
     is_fresh: bool
-    """Whether the batch was handed out for the first time."""
+    """Whether the batch was given out for the first time."""
     load_seconds: float
     """Time that the bare loader took for the batch; nan if it was held."""
     use_seconds: float
@@ -117,7 +117,7 @@ class Selector:
         raise NotImplementedError(f"{type(self).__name__} needs select(update, held, is_ready)")
 
     def record(self, record: StepRecord) -> None:
-        """Remember what was handed out.
+        """Remember what was given out.
 
         That is what `select` returned, unless no held batch could be used, or held batches fill an epoch of fixed
         length after the data have ended.
@@ -137,7 +137,7 @@ def least_used(held: Sequence[HeldBatch]) -> HeldBatch:
 
 
 def epoch_length(selector: Selector, num_fresh: int, update: int, micro_batches: int = 1) -> int:
-    """Return the number of batches that an epoch hands out under a predictable plan.
+    """Return the number of batches that an epoch gives out under a predictable plan.
 
     Args:
         selector: In its state at the beginning of the epoch; this function changes it.

@@ -11,7 +11,7 @@ processes are not.
 Batches go from the reading thread to the caller in one queue, and permits to read another batch come back in a second
 one. Both are `SimpleQueue`s, which are written in C: to put something in wakes no thread unless one waits.
 
-An iterator with a clock of its own, such as one on a virtual cluster, brings its own reader (`BringsReader`).
+An iterator with its own clock, such as one on a virtual cluster, brings its own reader (`BringsReader`).
 """
 
 import queue
@@ -76,17 +76,17 @@ class Reader(Protocol):
         ...
 
     def close(self) -> None:
-        """End the reader at once: a read under way is left alone, and what it gives is dropped."""
+        """End the reader at once: a read in progress is left alone, and what it gives is dropped."""
         ...
 
     def join(self) -> None:
-        """Wait for the read that was under way at `close`: two threads must not use one loader."""
+        """Wait for the read that was in progress at `close`: two threads must not use one loader."""
         ...
 
 
 @runtime_checkable
 class BringsReader(Protocol):
-    """An iterator over batches that is to be read by a reader of its own."""
+    """An iterator over batches that is to be read by its own reader."""
 
     def open_reader(self, capture: Callable[[], Any], ahead: int) -> Reader:
         """Return the reader of this pass; the arguments are those of `ThreadReader`."""
@@ -101,7 +101,7 @@ def open_reader(iterator: Iterator[Any], capture: Callable[[], Any], ahead: int)
 
 
 class ThreadReader(Reader):
-    """Reads in the background, on a thread of its own.
+    """Reads in the background, on its own thread.
 
     Args:
         iterator: Gives the batches of one pass.

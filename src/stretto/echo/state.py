@@ -1,4 +1,4 @@
-"""The options of an echoed loader, and how it goes on from a saved state.
+"""The options of an echoed loader, and how it continues from a saved state.
 
 A saved state (`EchoLoader.state_dict`) is a mapping:
 
@@ -53,7 +53,7 @@ class Position:
     """Where the loader of one rank stands."""
 
     step: int = 0
-    """Batches handed out, over all epochs."""
+    """Batches given out, over all epochs."""
     fresh: int = 0
     """Fresh batches among them."""
     updates: int = 0
@@ -61,25 +61,25 @@ class Position:
     mixed: int = 0
     """Those among them whose batches were fresh in part."""
     epoch_step: int = 0
-    """Batches handed out before this epoch."""
+    """Batches given out before this epoch."""
     epoch_fresh: int = 0
-    """Fresh batches handed out before this epoch."""
+    """Fresh batches given out before this epoch."""
     epoch_updates: int = 0
     """Updates begun before this epoch."""
     in_epoch: bool = False
-    """Whether an epoch is under way."""
+    """Whether an epoch is in progress."""
     slot: int = 0
-    """Batches that the update under way has used."""
+    """Batches that the update in progress has used."""
     fresh_slots: int = 0
     """Fresh batches among them."""
     slots_before: int = 0
     """Batches that the update before has used."""
     repeats: bool = False
-    """Whether the update under way uses the batches of the one before again."""
+    """Whether the update in progress uses the batches of the one before again."""
 
     @property
     def update(self) -> int:
-        """Updates begun before the one under way."""
+        """Updates begun before the one in progress."""
         return self.updates - 1
 
     def begin_epoch(self) -> None:
@@ -99,11 +99,11 @@ class Position:
         self.slots_before, self.slot, self.fresh_slots = self.slot, 0, 0
 
     def repeat(self, repeats: bool) -> None:
-        """Let the update under way use the batches of the one before again, or not."""
+        """Let the update in progress use the batches of the one before again, or not."""
         self.repeats = repeats
 
     def count(self, is_fresh: bool) -> None:
-        """Count a batch that is handed out."""
+        """Count a batch that is given out."""
         was_mixed = 0 < self.fresh_slots < self.slot
         self.step += 1
         self.slot += 1
@@ -114,7 +114,7 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumption:
-    """What the first iterator after `load_state_dict` does before it hands out a batch."""
+    """What the first iterator after `load_state_dict` does before it gives out a batch."""
 
     skip: int
     """Number of fresh batches to read and throw away."""
@@ -174,12 +174,12 @@ def left(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def state_of(loader: Any) -> Any:
-    """Return a copy of the loader's state, which the loader may go on to change; None if it has none."""
+    """Return a copy of the loader's state, which the loader may continue to change; None if it has none."""
     return copy.deepcopy(loader.state_dict()) if hasattr(loader, "state_dict") else None
 
 
 def state_at_start(loader: Any) -> Any:
-    """Return the loader's state before the first batch of a pass; None where a pass begins by itself at the start.
+    """Return the loader's state before the first batch of a pass; None if every pass begins at the start without it.
 
     A streaming data set of Hugging Face still has the state of the pass before until its first batch is read.
     """

@@ -54,7 +54,7 @@ class InputStatistics:
         return batch, 1 if self._echo is None else self._echo.use_index
 
     def begin_batch(self, use: int) -> None:
-        """Count a batch that is handed out now; `use` is what `take` said of it."""
+        """Count a batch that is given out now; `use` is what `take` said of it."""
         self._use = use
         self._uses.append(use)
 

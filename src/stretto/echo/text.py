@@ -20,7 +20,7 @@ PLANS: Mapping[str, Callable[..., Plan]] = MappingProxyType(
 
 
 def plan_text(plan: Any) -> str:
-    """Return a plan of numbers as `parse_plan` reads it; what is as by default is left out."""
+    """Return a plan of numbers as `parse_plan` reads it; default settings are omitted."""
     name = next(name for name, kind in PLANS.items() if kind is type(plan))
     settings = {
         one.name: getattr(plan, one.name) for one in fields(plan) if getattr(plan, one.name) != one.default

@@ -25,7 +25,7 @@ class Updates(Protocol):
         """Return whether the next batch is the first of an update; asked once before each.
 
         Args:
-            slot: Batches that were handed out since the last one began.
+            slot: Batches that were given out since the last one began.
         """
         ...
 

@@ -27,7 +27,7 @@ _gradient = operator.attrgetter("grad")
 class GradientBuffer:
     """Flat storage for one round's gradients, one tensor per flat set, and a view of it for each parameter.
 
-    The compute lane owns it until take-off, and the communication lane from take-off to landing. In flight, the same
+    The compute lane owns it until start, and the communication lane from start to landing. In flight, the same
     storage first holds the gradients to send, then the values that come back.
 
     Args:
@@ -155,7 +155,7 @@ class Accumulation:
         """Handle a gradient that is about to be added to a slot's `.grad`; see Note [Gradients of others].
 
         Returns:
-            What is to be added instead, alone in a tuple; None to leave it as it is.
+            What is to be added instead, alone in a tuple; None to leave it unchanged.
         """
         if self._is_own_backward:
             self.has_arrived = True

@@ -47,7 +47,7 @@ def copies_of(buffers: Sequence[Buffer]) -> list[Buffer]:
 def changed_since(agreed: Sequence[Buffer], values: Sequence[Buffer]) -> Tensor:
     """Return one byte per buffer: 0 if it is what ranks last agreed on, `VALUE` or `KIND` if not; `(buffers,)` uint8.
 
-    It lies on the device of the first buffer that there is.
+    It is on the device of the first buffer that there is.
     """
     alike = [are_alike(left, right) for left, right in zip(agreed, values, strict=True)]
     compared = [value if same else None for value, same in zip(values, alike, strict=True)]

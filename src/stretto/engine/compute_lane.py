@@ -1,12 +1,12 @@
 """The compute lane: the user's thread, from the first micro-batch of a round to its landing.
 
-docs/architecture.md says what happens at a landing and at a take-off. Hyperparameters are read at an update's first
-take-off and hold for all its rounds. Parameters change at landings only.
+docs/architecture.md says what happens at a landing and at a start. Hyperparameters are read at an update's first
+start and hold for all its rounds. Parameters change at landings only.
 
 Note [The course of a round]
     stage           what it means                                                           what ends it
     ACCUMULATING    micro-batches are counted; no round is closed                           the quota is met
-    READY           a round is closed, and takes off at the next forward or backward pass   take-off
+    READY           a round is closed, and starts at the next forward or backward pass   start
     IN_FLIGHT       the communication lane has it; a strategy that overlaps accumulates     somebody has waited for it
     ARRIVED         what it brings is known, and is installed next                          landing, and all over again
 """
@@ -56,7 +56,7 @@ class Stage(Enum):
 BEFORE = dict(zip(Stage, (Stage.ARRIVED, *Stage), strict=False))
 """What each stage comes after."""
 AWAY = (Stage.IN_FLIGHT, Stage.ARRIVED)
-"""A round has been handed over, and has not landed."""
+"""A round has been submitted, and has not landed."""
 
 
 class Course:
@@ -74,7 +74,9 @@ class Course:
         self.at_boundary = True
         """Whether the last round that landed ended an update."""
         self.vote = Vote.GO_ON
-        """What this rank says in its rounds: it goes on, is exhausted, has left a pass, asks all to stop, or drains."""
+        """What this rank says in its rounds: it continues, is exhausted, has left a pass, asks all to stop, or
+        drains.
+        """
         self.votes: list[Vote] = []
         """What each rank has said in the last round that landed."""
         self._is_stopped = False
@@ -90,7 +92,7 @@ class Course:
     # Rounds
 
     def enter(self, stage: Stage) -> None:
-        """Go on to the next stage.
+        """Continue to the next stage.
 
         Raises:
             OutOfTurn: It is not the next one.
@@ -119,7 +121,7 @@ class Course:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a round has been handed over and has not landed."""
+        """Whether a round has been submitted and has not landed."""
         return self.stage in AWAY
 
     @property
@@ -134,7 +136,7 @@ class Course:
         return self.steps + (ends_update and self.stage is not Stage.ACCUMULATING)
 
     def begin_again(self, steps: int) -> None:
-        """Go on after so many updates; what was accumulated is dropped."""
+        """Continue after so many updates; what was accumulated is dropped."""
         self.stage, self.place = Stage.ACCUMULATING, 0
         self.steps, self.votes = steps, []
 
@@ -149,12 +151,12 @@ class Course:
         self.vote = max(self.vote, Vote.STOP)
 
     def finish(self) -> None:
-        """This rank has left its loop for good, and only hands over what is left."""
+        """This rank has left its loop for good, and only submits what is left."""
         self.vote = Vote.DRAIN
 
     @contextmanager
     def finishing(self, *, forgets: bool) -> Iterator[None]:
-        """For the block, this rank only hands over what is left.
+        """For the block, this rank only submits what is left.
 
         Args:
             forgets: Whether the votes in it were about nothing else, and not about the end of the data.
@@ -166,14 +168,14 @@ class Course:
             self.votes = []
 
     def begin_pass(self) -> None:
-        """Start anew after an agreed end of data, which a loop over epochs passes many times; a stop stays."""
+        """Start again after an agreed end of data, which a loop over epochs passes many times; a stop stays."""
         if self.vote == Vote.EXHAUSTED:
             self.vote = Vote.GO_ON
         self._is_stopped |= max(self.votes, default=Vote.GO_ON) == Vote.STOP
         self.votes = [Vote.STOP if self._is_stopped else Vote.GO_ON for _ in self.votes]
 
     def resume_pass(self, votes: Sequence[Vote]) -> None:
-        """Go on where ranks have said this, as a checkpoint tells."""
+        """Continue where ranks have said this, as a checkpoint tells."""
         self.votes = list(votes)
 
     def end_pass(self) -> None:
@@ -202,7 +204,7 @@ def _decisive(votes: Sequence[Vote], until: Until) -> Vote:
 
 
 class ComputeLane:
-    """Accumulates gradients, hands rounds over at a take-off, and installs values at a landing.
+    """Accumulates gradients, hands rounds over at a start, and installs values at a landing.
 
     Args:
         model: The user's model and optimizer.
@@ -264,7 +266,7 @@ class ComputeLane:
 
     @property
     def has_round_ready(self) -> bool:
-        """Whether a round waits for its take-off."""
+        """Whether a round waits for its start."""
         return self.course.stage is Stage.READY
 
     @property
@@ -349,7 +351,7 @@ class ComputeLane:
         return self._land()
 
     def take_off_if_ready(self) -> None:
-        """Hand over the ready round, if there is one, and begin the next; training goes on, or ends."""
+        """Hand over the ready round, if there is one, and begin the next; training continues, or ends."""
         if self.model.held_back is not None:
             self.model.train_on(self.where)
         ready, self._ready = self._ready, None
@@ -375,7 +377,7 @@ class ComputeLane:
             self.accumulation.begin(ready.buffer)  # the landing attaches it
 
     def close_round(self, reduction: Reduction | None = None) -> Round:
-        """Close the accumulating round, unless it is, and return it; it takes off next.
+        """Close the accumulating round, unless it is, and return it; it starts next.
 
         Args:
             reduction: The result of its exchange, if that was done before.
@@ -400,7 +402,7 @@ class ComputeLane:
         return self._ready
 
     def end_round(self) -> Update | None:
-        """Look at the accumulating round a last time, land the one before, and close it as it is."""
+        """Look at the accumulating round a last time, land the one before, and close it unchanged."""
         self.check_untouched()
         self.model.check_complete(self.where)
         for listener in self.model.listeners:
@@ -461,7 +463,7 @@ class ComputeLane:
     def show_what_is_left(self) -> None:
         """An error has ended the job: show the last update that has landed where it is shown already, or is all here.
 
-        Masters are that of the next update where a round that ends one has been handed over.
+        Masters are that of the next update where a round that ends one has been submitted.
         """
         self.model.drop_held()
         if self.model.shown == "committed" or self._has_failed or self.lifetime.failures.world_size > 1:

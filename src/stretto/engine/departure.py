@@ -1,8 +1,8 @@
-"""The departure of a round's gradients: their sum over ranks, which goes on as the gradients come.
+"""The departure of a round's gradients: their sum over ranks, which continues as the gradients come.
 
 Note [In the order of streams]
     Where works order streams, the host is ahead of its device: no collective is complete while a backward pass is
-    queued, and a departure that asked would not go on. So it does not ask. It queues, on a stream of its own: each
+    queued, and a departure that asked would not continue. So it does not ask. It queues, on its own stream: each
     bucket after what the caller's stream has been given until then, its sum after the collective. The stream that
     finishes the departure waits for it once. Scratch memory and sums are used on this stream alone until then.
 """
@@ -20,13 +20,13 @@ from stretto.flat import Slices
 class Departure:
     """The sums of one round's gradients, begun.
 
-    The order in which collectives start is fixed. Whoever holds this decides when to go on, and no two ranks need to
+    The order in which collectives start is fixed. Whoever holds this decides when to continue, and no two ranks need to
     decide alike.
 
     Args:
         transfers: Sums gradients into `sums`.
         sums: Of this rank's slices.
-        wait: Goes on after a collective.
+        wait: Continues after a collective.
         asks: Whether to ask if a collective is complete before `wait` is called; see Note [In the order of streams].
         side: What is begun early is queued there; None for the caller's stream.
         prepare: Prepares a bucket whose gradients have come, before it leaves; or None.
@@ -63,7 +63,7 @@ class Departure:
         return self._was_torn or any(view._version != version for view, version in self._left)
 
     def go_on(self, come: Callable[[int], Sequence[Tensor] | None]) -> None:
-        """Go on for as long as nothing has to be waited for.
+        """Continue while nothing has to be waited for.
 
         Args:
             come: Returns the views of a bucket's gradients once all of them have come, otherwise None.
@@ -79,7 +79,7 @@ class Departure:
             self._step(self._awaited)
 
     def finish(self) -> Slices:
-        """Go on to the end, with all gradients there, and return the sums."""
+        """Continue to the end, with all gradients there, and return the sums."""
         while self._awaited is not None:
             self._step(self._awaited)
         if self._side is not None:

@@ -45,7 +45,7 @@ class FailureDetector:
 
     Args:
         group: The job's group; ranks write their failures to its store.
-        device: Where the job's tensors lie.
+        device: Where the job's tensors are.
         timeout_seconds: How long a collective may wait for a rank that neither answers nor dies.
         silent_seconds: How long a rank may give no sign of life.
         progress: Gives the job's step, for messages.
@@ -97,7 +97,7 @@ class FailureDetector:
         return lambda work, what: self.follow(work, f"{what}{where}", ranks)
 
     def follow(self, work: dist.Work, what: str, ranks: Sequence[int] | None = None) -> None:
-        """Go on after `work`, which orders streams: what the caller's stream is given next comes after it.
+        """Continue after `work`, which orders streams: what the caller's stream is given next comes after it.
 
         The host does not wait. Whether the work has completed shows at the next `wait` for one of the same group, or at
         `catch_up`. Arguments and errors are those of `wait`.
@@ -181,11 +181,11 @@ class FailureDetector:
 
 
 class Lifetime:
-    """Whether one rank's job goes on. Any error ends it, on all ranks.
+    """Whether one rank's job continues. Any error ends it, on all ranks.
 
     Args:
         failures: Tells the other ranks.
-        leave: Releases the communication lane and the user's model; told whether to wait for what is under way.
+        leave: Releases the communication lane and the user's model; told whether to wait for what is in progress.
     """
 
     def __init__(self, failures: FailureDetector, leave: Callable[..., None]) -> None:

@@ -4,7 +4,7 @@ Note [Hidden reductions]
     In the last micro-batch of a round, a bucket leaves as soon as all its gradients have come. There is no other
     thread: hooks, which autograd calls for every gradient, start the next collectives and take up those that are
     complete, or in any case where works order streams (`stretto.engine.departure`). None of them waits. What is still
-    under way behind the backward pass is finished when the round takes off.
+    in progress behind the backward pass is finished when the round starts.
 
     Order. What is started, and in which order, is fixed by the layout, for every round of the job. Only the moments
     differ. So a rank may leave early or not, as it likes: one without data, one whose gradients come in another order
@@ -65,7 +65,7 @@ class HiddenAccumulation(Accumulation):
                 self._buckets_by_slot[slot.index].append(bucket)
         self._numel = sum(slot.numel for slot in buffer.layout.slots)
         self._leaves = False
-        """Whether gradients leave during the backward pass under way."""
+        """Whether gradients leave during the backward pass in progress."""
         super().__init__(parameters, buffer)
 
     def backward(self, loss: Tensor, weight: float) -> None:
@@ -98,7 +98,7 @@ class HiddenAccumulation(Accumulation):
         return super().before_gradient(index, gradient)
 
     def _come(self, index: int) -> None:
-        """Note that a gradient has been added, and go on with the departure."""
+        """Note that a gradient has been added, and continue with the departure."""
         if not self._has_come[index]:
             self._has_come[index] = 1
             for bucket in self._buckets_by_slot[index]:

@@ -4,7 +4,7 @@ Note [Jobs that nobody holds]
     Hooks keep a job, and autograd's nodes keep the hooks, in C++ where Python's garbage collection does not look: a job
     that was dropped without `finish` would stay, with its model. So the hooks go with whoever holds the job. That can
     happen at any moment and on any thread, so nothing else is done then: no gradient is touched, no rank is told, and
-    what the communication lane has begun goes on.
+    what the communication lane has begun continues.
 
 Note [Estimates that stay]
     A job that was dropped, or ended by an error, may leave an estimate in the model. Hooks of the model refuse copies
@@ -76,7 +76,7 @@ class Mark:
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody can still go on with the job, or finish it."""
+        """Whether somebody can still continue with the job, or finish it."""
         return self._holder is None or self._holder() is not None
 
     def put(self, node: Any) -> None:

@@ -77,7 +77,7 @@ class Hooks:
     Args:
         model: The user's model and optimizer.
         before_gradient: Called with a slot's index and a gradient, alone in a tuple, before that is added;
-            may return another one in the same form.
+            may return another in the same form.
         before_forward: Called before every forward pass of the model, with it and the arguments.
         where: Rank and step, for messages.
     """

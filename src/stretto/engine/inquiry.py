@@ -12,9 +12,9 @@ Note [Who is to blame]
       time-out.
 
     Where the rank is known, a finding is written to the store like a failure. Otherwise the first rank that notices
-    raises an alarm. Every waiting rank answers it, and who has not answered within `ANSWER_SECONDS` is to blame; after
-    an error, of these only who gives no sign of life, if there is such a rank. Where some ranks have a group of their
-    own, and one of them waits for something else, it is the ranks elsewhere that do not answer.
+    raises an alarm. Every waiting rank answers it, and who has not answered within `ANSWER_SECONDS` is to blame;
+    after an error, of these only who gives no sign of life, if there is such a rank. Where some ranks have a their
+    own group, and one of them waits for something else, it is the ranks elsewhere that do not answer.
 """
 
 import re
@@ -28,7 +28,7 @@ from stretto.groups import Connection
 ANSWER_SECONDS = 2.5
 """Seconds to wait for the answers to an alarm: two looks of a waiting rank, two of its watcher, and a margin."""
 _WORD_SECONDS = 1.0
-"""Seconds to wait for the word of a single rank whose connection has closed: whoever ends by itself says so first."""
+"""Seconds to wait for the word of a single rank whose connection has closed: whoever ends alone says so first."""
 _POLL_SECONDS = 0.05
 """Seconds between two counts of the answers."""
 

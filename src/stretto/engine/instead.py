@@ -5,7 +5,7 @@ from typing import Any
 
 
 class Instead:
-    """Is called in the place of an object's method, until it is removed.
+    """Is called instead of an object's method, until it is removed.
 
     Args:
         owner: The object.

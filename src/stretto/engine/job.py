@@ -27,7 +27,7 @@ class Job:
     compute: ComputeLane
     comm: CommLane
     layout_digest: str
-    """The same on all ranks, and in another job only if each of its ranks has the layout of the same one here."""
+    """The same on all ranks, and in another job only if each of its ranks has the layout of the same here."""
     within: Within | None = None
     """The ranks of this node, where each holds a shard of the model."""
     num_checkpoints: int = 0

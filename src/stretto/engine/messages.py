@@ -1,4 +1,4 @@
-"""Layers that send messages of their own, beside those of a job."""
+"""Layers that send their own messages, beside those of a job."""
 
 from torch import distributed as dist
 from torch import nn

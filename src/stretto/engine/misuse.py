@@ -133,7 +133,7 @@ def check_written(
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return which memory a tensor has: the same one after it has moved, and another one after `.data =`."""
+    """Return which memory a tensor has: the same after it has moved, and another after `.data =`."""
     return int(tensor.untyped_storage()._cdata)
 
 

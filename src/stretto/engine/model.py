@@ -30,10 +30,10 @@ class Held:
 
     shown: Shown
     parameters: list[Tensor] | None
-    """One per parameter; None to leave the parameters as they are."""
+    """One per parameter; None to leave the parameters unchanged."""
     statistics: list[Buffer]
     instead: list[Buffer]
-    """The buffers that are shown in the place of these."""
+    """The buffers that are shown instead of these."""
 
 
 class UserModel:

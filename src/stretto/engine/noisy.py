@@ -18,7 +18,7 @@ Note [Noise]
     so that what is previewed with A and what is committed with A and B both have the variance that was asked for.
 
     Draws depend on seed, rank and the number of the update alone. An update that is made again, after a round that was
-    left out or from a checkpoint, gets the same noise.
+    skipped or from a checkpoint, gets the same noise.
 
 Source: "Capturing and Mitigating Gradient Aggregation Errors for Fault-Tolerant Distributed Training", Definition 2.1.
 """
@@ -68,9 +68,9 @@ class NoisyRank:
         self._rank = replica.exchange.rank
         self._is_hit = noise.hits(self._rank)
         self._hits = 0
-        """How often something was hit in the update under way."""
+        """How often something was hit in the update in progress."""
         self._held: dict[ReducedGradient, _Held] = {}
-        """By the gradients of the update under way that have been hit."""
+        """By the gradients of the update in progress that have been hit."""
 
     def within(self, weave: Weave | None) -> Weave:
         """Return what adds the noise to a script, and around it what `weave` adds: guards see it as they see damage."""
@@ -92,7 +92,7 @@ class NoisyRank:
     def _hit(self, gradient: ReducedGradient) -> None:
         """Let the mean of `gradient` have the noise of this update.
 
-        Its norm is to be taken anew, on all ranks alike: ranks that are not hit take part.
+        Its norm is to be taken again, on all ranks alike: ranks that are not hit take part.
         """
         weight, variance = gradient.weight, self._noise.variance_at(self._progress.step + 1)
         wanted = _Held(weight * self._noise.mean, weight**2 * variance, gradient.used)

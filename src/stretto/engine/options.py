@@ -62,12 +62,12 @@ class Options:
     """Options of `DataParallel`; equal on all ranks."""
 
     wire: str = "fp32"
-    """fp32, bf16, int8, int4, int2, rotated4, rotated3, rotated2, rotated1; or your own: the format in which gradients
-    and parameters travel. See the page adding-a-wire. bf16 halves the bytes, masters stay fp32. int8 and int4 send
-    gradients in blocks of integers of 8 or 4 bits with error feedback, and parameters as changes in the same format:
-    about a half and a quarter of bf16's bytes, for some arithmetic and, per parameter, 4 bytes of memory and as many as
-    the parameter has. Averages travel as bf16. int2 is for strategies that average replicas alone. rotated4 to rotated1
-    send 4 to 1 bits without error feedback, right on average, and save these 4 bytes."""
+    """fp32, bf16, int8, int4, int2, rotated4, rotated3, rotated2, rotated1; or your own: the format in which
+    gradients and parameters are sent. See the page adding-a-wire. bf16 halves the bytes, masters stay fp32. int8 and
+    int4 send gradients in blocks of integers of 8 or 4 bits with error feedback, and parameters as changes in the
+    same format: about a half and a quarter of bf16's bytes, for some arithmetic and, per parameter, 4 bytes of memory
+    and as many as the parameter has. Averages are sent as bf16. int2 is for strategies that average replicas alone.
+    rotated4 to rotated1 send 4 to 1 bits without error feedback, right on average, and save these 4 bytes."""
     changes: str | None = None
     """How owners tell all ranks what a step has changed, under strategies that shard the optimizer; None for the
     wire's format. A plain format sends the parameters themselves."""
@@ -97,7 +97,7 @@ class Options:
     devices, where a bucket costs launches whatever its size. If a rank would send each other rank less than 16 KiB of
     such a bucket, None is larger: from 5 ranks on `rotated2`, from 65 on fp32. `job.layout.bucket_bytes` is that size.
     Over slow links between GPUs set it yourself: a single large transfer fills the queue of a link and then waits for
-    itself. Four buckets travel at a time, and a rank holds scratch memory for these. Where an optimizer needs whole
+    itself. Four buckets are sent at a time, and a rank holds scratch memory for these. Where an optimizer needs whole
     tensors, a bucket is larger if even slices need it. The last one is never hidden: on CPUs 2**18 was 5 % faster at
     100 Mbit/s, and 3 to 5 % slower on fast links."""
     hide_reductions: bool = True
@@ -116,9 +116,9 @@ class Options:
     timeout_seconds: float = 600.0
     """How long a collective may wait for a rank that lives but does not come."""
     silent_seconds: float = 60.0
-    """How long a rank may give no sign of life while others wait for it. Each gives one twice a second, on a thread of
-    its own, and answers also amid a long call that keeps Python's lock; a process that is stopped, or a machine that is
-    cut off, gives none. Long enough for a network that is away for a while."""
+    """How long a rank may give no sign of life while others wait for it. Each gives one twice a second, on its own
+    thread, and answers also amid a long call that keeps Python's lock; a process that is stopped, or a machine that
+    is cut off, gives none. Long enough for a network that is away for a while."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -148,7 +148,7 @@ class Options:
         """Return these options with another wire than the default; with None they stay.
 
         Raises:
-            ConfigError: They name another one themselves.
+            ConfigError: They name another themselves.
         """
         if wire is None:
             return self

@@ -3,10 +3,10 @@
 Note [A pass that lasts]
     In a forward or backward pass FSDP2 gathers parameters from the ranks of a node, and sums their gradients. On Gloo
     its own wait returns at the backend's time-out, of half an hour, if a rank of the node never comes. So the job waits
-    in its place, as for its own collectives: it hears of ranks that raised, died, fell silent or do something else, and
+    instead, as for its own collectives: it hears of ranks that raised, died, fell silent or do something else, and
     names them. The model keeps these collectives after the job, when they only wait.
 
-    On NCCL nobody waits there: the host goes on, and notices where it waits for the job's own collectives.
+    On NCCL nobody waits there: the host continues, and notices where it waits for the job's own collectives.
 """
 
 import weakref

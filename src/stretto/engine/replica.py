@@ -53,7 +53,7 @@ class Flight:
     at_boundary: bool = False
 
     def take_snapshot(self, taken: Mapping[int, Buffer]) -> None:
-        """Take buffers, by index, of which averages have come, in the place of this round's."""
+        """Take buffers, by index, of which averages have come, instead of this round's."""
         self.snapshot = [taken.get(index, value) for index, value in enumerate(self.snapshot)]
 
 
@@ -175,7 +175,7 @@ class Replica:
         return sums, False
 
     def depart(self, buffer: GradientBuffer, contribution: Contribution) -> Departure:
-        """Begin to sum a round's gradients over ranks; nothing is sent before the departure is asked to go on.
+        """Begin to sum a round's gradients over ranks; nothing is sent before the departure is asked to continue.
 
         Args:
             buffer: The gradients; as long as they may leave early, they stay as they are.

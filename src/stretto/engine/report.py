@@ -1,6 +1,6 @@
 """The round report: one small record per rank, gathered with every round.
 
-It is the only control channel of a healthy job. Ranks must agree on weights, on the end, on a gradient to leave out and
+It is the only control channel of a healthy job. Ranks must agree on weights, on the end, on a gradient to skip and
 on an error to raise. They decide all of this from the same gathered records, so that no rank takes another path.
 """
 
@@ -29,11 +29,11 @@ class Vote(IntEnum):
     EXHAUSTED = 1
     """Its data have ended: this round holds its last contribution, or nothing where ranks step alone."""
     LEFT = 2
-    """It has left a pass that ranks have agreed to end, and hands over what is left; another pass may come."""
+    """It has left a pass that ranks have agreed to end, and submits what is left; another pass may come."""
     STOP = 3
     """It wants every rank to stop at this round."""
     DRAIN = 4
-    """It has left its training loop for good, and only hands over what is left."""
+    """It has left its training loop for good, and only submits what is left."""
 
 
 _VOTES = tuple(Vote)

@@ -1,4 +1,4 @@
-"""What is done with a job at rest, or to bring it there: settle, save, go on from a checkpoint, drop."""
+"""What is done with a job at rest, or to bring it there: settle, save, continue from a checkpoint, drop."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -33,7 +33,7 @@ class RestingLane(ComputeLane):
         return not self.course.is_under_way and self._opening is None
 
     def drop(self) -> bool:
-        """Drop what has been counted for the next update; return False, and drop nothing, if some is handed over."""
+        """Drop what has been counted for the next update; return False, and drop nothing, if some is submitted."""
         if self.course.place or self.has_round_ready:
             return False
         self.accumulation.restart()
@@ -47,7 +47,7 @@ class RestingLane(ComputeLane):
         self.lifetime.retire()
 
     def check_alike(self, what: str) -> None:
-        """Raise `OutOfTurn` if a round is in flight that other ranks may not have handed over, under a `Clock`."""
+        """Raise `OutOfTurn` if a round is in flight that other ranks may not have submitted, under a `Clock`."""
         if self.course.is_under_way and not self.quota.is_fixed:
             raise OutOfTurn(
                 f"{self.where}: {what} while a round is in flight, under a Clock: other ranks may have "
@@ -131,7 +131,7 @@ class RestingLane(ComputeLane):
             self._opening = Arrived(self._opening.result())
 
     def reduce_ahead(self) -> Reduction:
-        """Exchange now the gradients of the round that takes off next, for a checkpoint and for it; all must call."""
+        """Exchange now the gradients of the round that starts next, for a checkpoint and for it; all must call."""
         ready = self.close_round()
         if ready.reduction is not None:
             return ready.reduction
@@ -159,7 +159,7 @@ class RestingLane(ComputeLane):
         self._ready = dataclasses.replace(self.close_round(), statistics=statistics)
 
     def begin_again(self, steps: int, round_index: int) -> None:
-        """Go on after so many updates and rounds, whose state is in place; drop what was accumulated.
+        """Continue after so many updates and rounds, whose state is in place; drop what was accumulated.
 
         Args:
             steps: Updates that are committed.
@@ -179,9 +179,9 @@ class RestingLane(ComputeLane):
             listener.round_closed()
 
     def began_again(self) -> None:
-        """Begin with what the job holds now, once all of a checkpoint's state is in its place; all ranks must call.
+        """Begin with the present state of the job, once it holds the state of a checkpoint; all ranks must call.
 
-        Until training goes on, the committed parameters are shown.
+        Until training continues, the committed parameters are shown.
         """
         self.replica.models_show(self.model.parameters)
         statistics = self.statistics

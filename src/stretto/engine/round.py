@@ -3,7 +3,7 @@
 Listener        hears what happens on the compute lane
 Round           a closed round; the communication lane owns all of it until the landing
 Reduction       the result of the exchange of its gradients
-Progress        where the job stands on the communication lane, and its update under way
+Progress        where the job stands on the communication lane, and its update in progress
 Landing         what comes back: values to show, and the update if one was committed
 """
 
@@ -53,7 +53,7 @@ class Listener:
     def round_ends(self) -> Sequence[Incident]:
         """All micro-batches of a round are counted, and no parameters have been installed since it began.
 
-        Called once per round, on all ranks. The returned incidents travel with the round.
+        Called once per round, on all ranks. The returned incidents are sent with the round.
         """
         return ()
 
@@ -73,7 +73,7 @@ class Listener:
         """Masters and optimizer state are about to be shown or saved; the lane is at rest, all ranks call."""
 
     def began_again(self) -> None:
-        """The job begins, goes on from a checkpoint's state, or goes on under another strategy."""
+        """The job begins, continues from a checkpoint's state, or continues under another strategy."""
 
     def ended(self) -> Sequence[Incident]:
         """The job has ended without an error and is at rest; all ranks call. Return incidents not yet reported."""
@@ -102,7 +102,7 @@ class Round:
     trains: bytes = b""
     """By parameter, whether it asked for gradients when the hyperparameters were read; the same on all ranks."""
     reduction: "Reduction | None" = None
-    """The result, if a checkpoint had the gradients exchanged before take-off."""
+    """The result, if a checkpoint had the gradients exchanged before start."""
     incidents: Sequence[Incident] = ()
     """What was found on the compute lane since the last round was closed."""
     departure: Departure | None = None
@@ -135,7 +135,7 @@ class Round:
         """Return what this rank's device knows of the round.
 
         Args:
-            finite: What `look_at_gradients` has returned when the round was handed over.
+            finite: What `look_at_gradients` has returned when the round was submitted.
             norm_squared: Squared 2-norm of the gradients' sum, on the slices that this rank owns.
         """
         return Measured(
@@ -176,9 +176,9 @@ class Reduction:
     statistics: dict[int, Tensor | None]
     """Averages over ranks of the buffers that changed on any rank, by index; None for what ranks cannot average."""
     skipped: bool
-    """Whether the round is left out of the update because a loss or gradient was not finite."""
+    """Whether the round is skipped of the update because a loss or gradient was not finite."""
     alone: bool = False
-    """Whether this rank used only its own gradients; if its round was left out, the report does not count it."""
+    """Whether this rank used only its own gradients; if its round was skipped, the report does not count it."""
     met: bool = True
     """Whether all ranks took part; otherwise the report holds this rank's record alone."""
 
@@ -211,20 +211,20 @@ class Commit:
 
 @dataclasses.dataclass(slots=True)
 class Progress:
-    """Counts on the communication lane, and the record of its update under way."""
+    """Counts on the communication lane, and the record of its update in progress."""
 
     round_index: int = 0
-    """Rounds before the present one; rounds that are left out count too."""
+    """Rounds before the present one; rounds that are skipped count too."""
     step: int = 0
     """Committed updates."""
     incidents: list[Incident] = dataclasses.field(default_factory=list)
     """Incidents of all ranks that are not reported yet: an update that does not step reports nothing."""
     versions: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Of the tensors that guards compare although no step writes them, as the job began. What has another one has been
+    """Of the tensors that guards compare although no step writes them, as the job began. What has another has been
     written since, and may differ between ranks: the counts of `BatchNorm`, say, where data are uneven."""
 
     reductions: list[Reduction] = dataclasses.field(default_factory=list)
-    """Results of the rounds of the update under way; the fields below are of this update too."""
+    """Results of the rounds of the update in progress; the fields below are of this update too."""
     hyperparameters: Hyperparameters = dataclasses.field(default_factory=list)
     gradient_norm: float = math.nan
     """2-norm of the mean gradient, before clipping."""
@@ -269,7 +269,7 @@ class Progress:
         self.divergence = divergence
 
     def catch_up(self, round_index: int, step: int, *, stepped: bool) -> None:
-        """Go on where the ranks are that are ahead.
+        """Continue where the ranks are that are ahead.
 
         Args:
             round_index: Theirs.
@@ -282,7 +282,7 @@ class Progress:
         self.stepped = stepped or step > before
 
     def wait_until(self, round_index: int) -> None:
-        """Go on in the round of the ranks that were waited for."""
+        """Continue in the round of the ranks that were waited for."""
         self.round_index = round_index
 
     def commit(self, sent_bytes: int, *, gap: int, interval: int | None, staleness: int) -> Commit | None:
@@ -316,7 +316,7 @@ class Progress:
         return commit
 
     def begin_again(self, step: int, round_index: int) -> None:
-        """Go on after so many updates and rounds."""
+        """Continue after so many updates and rounds."""
         self.step, self.round_index = step, round_index
 
     # For guards
@@ -397,7 +397,7 @@ class Accounts:
             commit: Of this update.
             step: Its number.
             now: Seconds on the runtime's clock.
-            skipped_rounds: Rounds left out because something was not finite.
+            skipped_rounds: Rounds skipped because something was not finite.
             exposed_seconds: In which the compute lane waited for the communication lane.
         """
         reports = tuple(r.report for r in commit.reductions if r.alone or not r.skipped)

@@ -19,7 +19,7 @@ Work = Literal["micro-batch", "step", "preview"]
 
 
 class Pending(Protocol[T_co]):
-    """Work under way; `result` must be taken exactly once."""
+    """Work in progress; `result` must be taken exactly once."""
 
     def done(self) -> bool:
         """Return whether `result` would not wait."""
@@ -74,7 +74,7 @@ class Runtime(Protocol):
         ...
 
     def leave(self) -> None:
-        """End after an error, without waiting: running work ends by itself, waiting work is dropped."""
+        """End after an error, without waiting: running work ends alone, waiting work is dropped."""
         ...
 
 
@@ -170,10 +170,10 @@ class InlineRuntime(OnHost):
         return _Deferred(work)
 
     def join(self) -> None:
-        """Do nothing: no work is ever under way."""
+        """Do nothing: no work is ever in progress."""
 
     def leave(self) -> None:
-        """Do nothing: no work is ever under way."""
+        """Do nothing: no work is ever in progress."""
 
 
 class _Deferred(Generic[T]):

@@ -26,7 +26,7 @@ class SettlingModel(UserModel):
         self._keys = {original_name(key): key for key in self.model.state_dict()}
         self._settled_until_training = False
         self._committed: Sequence[Tensor] | None = None
-        """What `settle` has shown in the place of something else."""
+        """What `settle` has shown instead of something else."""
         self._is_warned = False
 
     def drop_copies(self) -> None:
@@ -68,7 +68,7 @@ class SettlingModel(UserModel):
 
     @property
     def trained_buffers(self) -> list[Buffer]:
-        """Copies of the buffers with which training goes on, also while others are shown."""
+        """Copies of the buffers with which training continues, also while others are shown."""
         shown = self.statistics.copies
         if self.held_back is None:
             return shown

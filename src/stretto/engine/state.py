@@ -35,7 +35,7 @@ State = dict[str, Any]
 
 
 def load_given(job: Job, state: State) -> None:
-    """Load a state that a program has handed over, and not a checkpoint of ours, which is checked as it is read.
+    """Load a state that a program has submitted, and not a checkpoint of ours, which is checked as it is read.
 
     Raises:
         ForeignCheckpoint: It is not one of this job.
@@ -57,7 +57,7 @@ class JobState:
 
     Note [Aliasing]
         The result of `write` refers to the job's own tensors, like every `state_dict` in PyTorch: save it before
-        training goes on. The result of `blank` refers to no tensor of the job. Its memory is allocated on the CPU
+        training continues. The result of `blank` refers to no tensor of the job. Its memory is allocated on the CPU
         when it is read, and nothing in the job changes before `load`.
     """
 
@@ -255,7 +255,7 @@ class JobState:
     def _group_names(self) -> list[list[str]]:
         """Return the names of the parameters of each group of the user's optimizer, frozen ones included.
 
-        A group without any has settings too, which chained schedulers go on from: it gets a name of its own.
+        A group without any has settings too, which chained schedulers continue from: it gets its own name.
         """
         user = self.job.model
         names = {id(parameter): original_name(name) for name, parameter in user.model.named_parameters()}

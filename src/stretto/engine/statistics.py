@@ -81,7 +81,7 @@ class Statistics:
         self.agreed: list[Buffer] = [buffer.detach().clone() for buffer in named.values()]
         """Values that are equal on all ranks; they change at landings only. None where ranks do not agree."""
         self.sound = self.agreed
-        """What a round that is left out goes back to: what ranks agreed on, or where they step alone, what this one had
+        """What a round that is skipped goes back to: what ranks agreed on, or where they step alone, what this one had
         after its last round that counted. Nobody may write them."""
         self._told: set[int] = set()
         """Those that a warning has named."""
@@ -92,7 +92,7 @@ class Statistics:
 
     @property
     def live(self) -> list[Buffer]:
-        """The buffers as the model holds them now; modules may have removed them, or put anything in their place."""
+        """The buffers as the model holds them now; modules may have removed them, or put anything instead."""
         found = [getattr(module, attribute, None) for module, attribute in self._owners]
         return [value.detach() if is_comparable(value) else None for value in found]
 
@@ -114,7 +114,7 @@ class Statistics:
     def install(self, landing: Landing) -> None:
         """Install the averages that a round brought back for its snapshot.
 
-        A round that was left out may have written NaN here: what was there before is restored first.
+        A round that was skipped may have written NaN here: what was there before is restored first.
         """
         averages = landing.reduction.statistics
         if landing.reduction.skipped:
@@ -131,7 +131,7 @@ class Statistics:
             self.go_on_from_live()
 
     def go_on_from_live(self) -> None:
-        """Take the live values, which may be this rank's own, for those that a round which is left out goes back to."""
+        """Take the live values, which may be this rank's own, for those that a round which is skipped goes back to."""
         self.sound = copies_of(self.live)
 
     def go_on_from(self, agreed: Sequence[Buffer]) -> None:
@@ -150,7 +150,7 @@ class Statistics:
         self._late = None
 
     def exchange_live(self, values: Sequence[Buffer]) -> list[Buffer]:
-        """Put `values` into the model and return copies of what was there; None leaves a buffer as it is."""
+        """Put `values` into the model and return copies of what was there; None leaves a buffer unchanged."""
         held = [
             None if value is None else buffer
             for buffer, value in zip(copies_of(self.live), values, strict=True)
@@ -247,7 +247,7 @@ def moved(
 ) -> dict[int, Tensor]:
     """Return, by index, what live values become where averages of their snapshot are installed.
 
-    What has got another kind since the snapshot stays. `first` are those that rank 0 hands out: they are not moved.
+    What has got another kind since the snapshot stays. `first` are those that rank 0 gives out: they are not moved.
     """
     become: dict[int, Tensor] = {}
     columns: list[list[Buffer]] = [[None] * len(live) for _ in range(3)]
@@ -298,7 +298,7 @@ def average_statistics(
         own: This rank's buffers.
         changed: The bits of each buffer on any rank; the same on all ranks.
         counts: The ranks' weights in the average.
-        first: Those of which rank 0's is taken in the place of the mean.
+        first: Those of which rank 0's is taken instead of the mean.
     """
     indices = [index for index, bits in enumerate(changed) if bits]
     if not indices or sum(counts) == 0:

@@ -14,7 +14,7 @@ Note [Streams]
 Note [Late times]
     Nobody waits for a time. A device ends a stretch long after the host has called for its end. So a stretch is counted
     when the host asks next and finds that the device has passed it, in general a round later. Sums over many updates
-    are right. A single update may have the stretches of another one, and of those of a job's last round nobody hears.
+    are right. A single update may have the stretches of another, and of those of a job's last round nobody hears.
 """
 
 from collections import deque
@@ -52,7 +52,7 @@ class Streams(Protocol):
         ...
 
     def follow(self, mark: Mark) -> None:
-        """Let what this thread's stream is given from now on wait for `mark`; the host goes on."""
+        """Let what this thread's stream is given from now on wait for `mark`; the host continues."""
         ...
 
     def beside(self) -> AbstractContextManager[object]:
@@ -104,7 +104,7 @@ class SideStream:
             yield
 
     def rejoin(self) -> None:
-        """Let the caller's stream go on after all that was queued."""
+        """Let the caller's stream continue after all that was queued."""
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 

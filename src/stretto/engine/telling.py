@@ -43,7 +43,7 @@ def tell(
         is_users: Whether the user's code has raised it, so that its type says nothing about who knows of it.
 
     Returns:
-        Whether the error was told: not one that came from another rank, nor one that every rank finds by itself.
+        Whether the error was told: not one that came from another rank, nor one that every rank finds alone.
     """
     known = isinstance(error, _SEEN_BY_ALL) and not isinstance(error, _OF_ONE_WORKER)
     is_told = is_users or not (known or isinstance(error, CommunicationError))

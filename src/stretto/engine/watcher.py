@@ -2,7 +2,7 @@
 
 Note [Calls of the store]
     No call of a `TCPStore` gives up on a host that is stopped or cut off. So nobody calls the store but this thread, on
-    a connection of its own. Others read what it has found last, hand it what it shall write, and wait for it for a
+    its own connection. Others read what it has found last, hand it what it shall write, and wait for it for a
     bounded time.
 
 Note [How long a rank is silent]
@@ -47,7 +47,7 @@ _ARRIVE_SECONDS = 5.0
 _JOIN_SECONDS = 1.0
 """How long its end waits for a call of the store to come back."""
 _BEAT, _LEFT = "beat", "left"
-"""Where the signs of a rank lie, and the last one of a rank that ends the job in its own way."""
+"""Where the signs of a rank are, and the last one of a rank that ends the job in its own way."""
 _SAID, _HEARD, _ANSWERS = "said", "heard", "answers"
 """Lists to which ranks append lines: what all must know, who has heard of an error, and where each rank answers."""
 
@@ -170,7 +170,7 @@ class Watcher:
 
     @property
     def silent(self) -> list[int]:
-        """Ranks without a sign of life for as long as they may be, of those whose signs are read here."""
+        """Ranks without a sign of life while they may be, of those whose signs are read here."""
         return sorted(rank for rank, seconds in self._silence.items() if seconds >= self.silent_seconds)
 
     @property

@@ -3,7 +3,7 @@
 Note [One rank of shards]
     FSDP2 adds up the gradients of a node's ranks, and each rank has the sums of its shard. The strategy runs between
     ranks that hold the same shard of different nodes. It sees a smaller model, whose rank is the node. So whatever
-    decides is merged inside the node before it travels, and all shards of a replica take the same step:
+    decides is merged inside the node before it is sent, and all shards of a replica take the same step:
 
         weight, samples, losses, squared norm   the sum over the node's ranks, in rank order
         finite                                  on all of them
@@ -14,7 +14,7 @@ Note [One rank of shards]
     The group is the node's own. No node waits for another here.
 
 Note [Two lanes ask]
-    Each lane asks on a group of its own, because nothing orders what one lane begins against what the other does. The
+    Each lane asks on its own group, because nothing orders what one lane begins against what the other does. The
     compute lane's is FSDP2's, which nobody else uses: passes through the model, and questions between them, come in the
     same order on all ranks of a node.
 """
@@ -44,7 +44,7 @@ class Within:
     """The ranks of one node; see Note [One rank of shards].
 
     Args:
-        exchange: Among them, for the communication lane, on a group of its own.
+        exchange: Among them, for the communication lane, on its own group.
         aside: Among them, for the compute lane, on FSDP2's group; see Note [Two lanes ask].
         everyone: Among all ranks of the job, on its group.
         ranks: Theirs in the job, in the order of their shards.

@@ -1,4 +1,4 @@
-"""How gradients and parameters travel between ranks: the exchange, and one file per wire format."""
+"""How gradients and parameters are sent between ranks: the exchange, and one file per wire format."""
 
 from stretto.exchange.exchange import Exchange
 from stretto.exchange.int2 import Int2

@@ -16,7 +16,7 @@ def upper_half(scales: Tensor) -> Tensor:
 def block_sums(blocks: Tensor) -> Tensor:
     """Return the sum of each block, `(n, 1)`: halves are added to each other, so that bits are the same on any device.
 
-    The last eight sums of all blocks lie side by side, because operations on a few neighbours are slow.
+    The last eight sums of all blocks are side by side, because operations on a few neighbours are slow.
     """
     while blocks.shape[1] > _SIDE_BY_SIDE:
         first, second = blocks.chunk(2, 1)

@@ -8,7 +8,7 @@ from stretto.exchange.exchange import Exchange, in_flight
 from stretto.exchange.transfer import Transfer
 
 LARGEST_BROADCAST = 2**20
-"""Bytes of a tensor that travel in one broadcast: a slow link has each of them through in time."""
+"""Bytes of a tensor that are sent in one broadcast: a slow link has each of them through in time."""
 
 
 def broadcast(exchange: Exchange, tensor: Tensor, source: int, what: str) -> None:

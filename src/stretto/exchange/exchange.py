@@ -1,6 +1,6 @@
 """The exchange of one job: sums in rank order over buckets, gathers of parameters and of small records.
 
-All contributions to a slice travel to its owner, who adds them in rank order in float32, so that every rank and every
+All contributions to a slice are sent to its owner, who adds them in rank order in float32, so that every rank and every
 replay gets the same bits.
 """
 
@@ -60,7 +60,7 @@ class Exchange:
 
     Buffers are one tensor per flat set, padded as the layout says. Reductions are an all-to-all and a sum by the owner:
     the wire volume is a ring's, the result does not depend on the topology, sums are at least float32 on any wire, and
-    the owner sees every contribution by itself. A bucket travels per collective, at most `IN_FLIGHT` at a time, so that
+    the owner sees every contribution alone. A bucket is sent per collective, at most `IN_FLIGHT` at a time, so that
     their scratch memory is all an exchange holds.
 
     Note [In flight]
@@ -74,9 +74,9 @@ class Exchange:
     Args:
         group: Used by nobody else.
         layout: Of the buffers.
-        wire: The format of contributions, and of what else travels.
+        wire: The format of contributions, and of what else is sent.
         wait: Waits for a collective, whose result the host needs.
-        follow: Goes on after a collective in the order of streams; None where works do not order them.
+        follow: Continues after a collective in the order of streams; None where works do not order them.
         numbers: How the job numbers the ranks of the group, where they are some of its ranks.
     """
 
@@ -130,7 +130,7 @@ class Exchange:
         return type(self)(self.group, layout, self.wire.for_averages, *self.waits, self.numbers)
 
     def begin_round(self, index: int) -> None:
-        """Draw anew for what is sent from now on, on wires that draw; all ranks call with the same number."""
+        """Draw again for what is sent from now on, on wires that draw; all ranks call with the same number."""
         self.round_index = index
 
     def take_account(self, other: "Exchange") -> None:
@@ -150,7 +150,7 @@ class Exchange:
         self.sent_bytes += num_bytes
 
     def keep_gradients(self) -> None:
-        """Owe nothing of them: they never travel to other ranks, so packing loses nothing."""
+        """Owe nothing of them: they never are sent to other ranks, so packing loses nothing."""
         self.feedback = None
 
     @property
@@ -215,10 +215,10 @@ class Exchange:
 
         Args:
             level: The ranks.
-            index: Of the transfer: those in flight have scratch memory of their own.
+            index: Of the transfer: those in flight have scratch their own memory.
             parts: One for each rank of the level, `(ranks, ...)`, or side by side; they stay as they are.
             total: `(numel of a part,)`, overwritten.
-            sent: The format in which parts travel.
+            sent: The format in which parts are sent.
         """
         numel, ranks, is_plain = parts.numel(), len(level.ranks), isinstance(sent, PlainWire)
         if not isinstance(sent, PlainWire):
@@ -292,9 +292,9 @@ class Exchange:
         """Replace `whole`, `(numel,)`, by every rank's slice of it, rounded to `dtype`.
 
         Args:
-            whole: Holds this rank's slice in its place; overwritten.
-            index: Of the transfer: those in flight have scratch memory of their own.
-            dtype: In which values travel.
+            whole: Has this rank's slice at its position; overwritten.
+            index: Of the transfer: those in flight have scratch their own memory.
+            dtype: In which values are sent.
             what: What is waited for, in messages.
         """
         arrived = whole
@@ -360,7 +360,7 @@ class Exchange:
     def gather_bytes(self, record: bytes, places: Sequence[Place] = ()) -> list[bytes]:
         """Return every rank's `record`, in rank order; all records must have one length.
 
-        They travel as int8, a dtype that no values use, so that an observer can tell records from values.
+        They are sent as int8, a dtype that no values use, so that an observer can tell records from values.
 
         Args:
             record: Of this rank.
@@ -379,7 +379,7 @@ class Exchange:
         return records
 
     def gather_records(self, record: bytes) -> list[bytes]:
-        """Return every rank's `record`, of any length, in rank order; only lengths travel if all are empty."""
+        """Return every rank's `record`, of any length, in rank order; only lengths are sent if all are empty."""
         own = len(record).to_bytes(8)
         lengths = [int.from_bytes(length) for length in self.gather_bytes(own)]
         if not any(lengths):

@@ -4,7 +4,7 @@
 
 Note [What counts]
     Over any run, what a rank's owners have received plus what the rank still owes is what it has contributed to rounds
-    that counted. Two things must not change e: a round that is left out, because its contributions count nowhere, and
+    that counted. Two things must not change e: a round that is skipped, because its contributions count nowhere, and
     a parameter that this rank has not used in the round, because nobody may have used it, and then nobody steps with
     what is sent. So a rank adds and sends errors of the parameters that it has used, and only remembers the new errors
     when the round's report is there.
@@ -73,7 +73,7 @@ class ErrorFeedback:
         return self._sent
 
     def add(self, index: int) -> None:
-        """Add this rank's errors to its contribution to a bucket, and leave out parameters that it has not used."""
+        """Add this rank's errors to its contribution to a bucket, and skip parameters that it has not used."""
         bucket = self._layout.buckets[index]
         inside = slice(bucket.start, bucket.stop)
         sent = self._sent[bucket.set_index]
@@ -84,7 +84,7 @@ class ErrorFeedback:
 
     @property
     def given(self) -> list[Tensor]:
-        """Copies of the contribution to the round under way, without errors, one per flat set, until it is settled."""
+        """Copies of the contribution to the round in progress, without errors, one per flat set, until it is settled."""
         given = [sent - owed for sent, owed in zip(self._sent, self.owed, strict=True)]
         for slot in self._layout.slots:
             if not self._used[slot.index]:

@@ -1,4 +1,4 @@
-"""Formats that have kernels of their own, beside torch's operations, which define them.
+"""Formats that have their own kernels, beside torch's operations, which define them.
 
 Those for NVIDIA GPUs are in Triton, which comes with PyTorch for CUDA, and those for processors in C. They are
 imported when a tensor on such a device is packed for the first time. Where they cannot be used, torch's operations do.
@@ -26,7 +26,7 @@ class FusedWire(PackedWire):
 
     block = 64
     arguments: tuple[Any, ...] = ()
-    """Those with which another one is made that packs alike."""
+    """Those with which another is made that packs alike."""
     modules: ClassVar[Mapping[str, str]] = MappingProxyType({"cuda": "stretto.exchange.kernels"})
     """Where its kernels are, by the type of device."""
 
@@ -51,7 +51,7 @@ class FusedWire(PackedWire):
 
 
 class Kernels:
-    """What packs in the place of a wire's own methods.
+    """What packs instead of a wire's own methods.
 
     Args:
         wire: The format.

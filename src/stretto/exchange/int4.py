@@ -17,7 +17,7 @@ class Int4(IntegerWire):
 
     Note [Neighbours]
         A pair of bytes is one int16. So every operation takes a whole tensor, and not a part of each block, which
-        doubles the speed of unpacking. What lies beside the bits that count is cut off: when the pair becomes one byte,
+        doubles the speed of unpacking. What is beside the bits that count is cut off: when the pair becomes one byte,
         and by a mask on the way back.
     """
 

@@ -16,14 +16,14 @@ from stretto.groups.collectives import method_of
 class NativeExchange(Exchange):
     """Leaves the sum to the backend (NCCL's ring or tree), in the wire's precision.
 
-    Where the buffer is narrower than wire and sum, it travels as wide as they are: the backend's partial sums gain
+    Where the buffer is narrower than wire and sum, it is sent as wide as they are: the backend's partial sums gain
     from the extra bits. Packed wires have no sum that a backend could know.
     """
 
     def summing(
         self, flats: Sequence[Tensor], sums: Sequence[Tensor], *, whole: bool, wire: PlainWire | None = None
     ) -> Transfers:
-        """Sum `flats` over ranks; all buckets at a time, where each is summed in its place and needs no scratch."""
+        """Sum `flats` over ranks; all buckets at a time, because each is summed in place and needs no scratch."""
         sum_up = self.sum_bucket if whole else self.sum_slice
         transfers, needs_scratch = [], False
         for index, (values, total) in enumerate(zip(self.cut(flats), sums, strict=True)):

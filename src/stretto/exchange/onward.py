@@ -1,4 +1,4 @@
-"""Bytes that every rank hands on to another one: copies of what it holds."""
+"""Bytes that every rank passes on to another: copies of what it holds."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +11,7 @@ from stretto.exchange.transfer import Started, Transfer
 from stretto.groups.collectives import method_of
 
 _PARTS = 32
-"""At most. Four travel at a time, so all have gone after about eight looks."""
+"""At most. Four are sent at a time, so all have gone after about eight looks."""
 
 
 def passing_on(

@@ -41,7 +41,7 @@ class Publication:
             for flat in self._layout.sets
             if isinstance(wire, PackedWire)
         ]
-        """One tensor per flat set, equal on all ranks; none where values alone travel."""
+        """One tensor per flat set, equal on all ranks; none where values alone are sent."""
 
     def begin(self, shown: Sequence[Tensor]) -> None:
         """Begin with what the models of all ranks show: one tensor per parameter."""

@@ -1,12 +1,12 @@
 """Rotated wires: 1 to 4 bits for each value of a block, an estimate that is right on average, and nothing owed.
 
 A block x of 64 values is turned by a random rotation R, so that its values look like draws from a normal distribution,
-whatever x is. Each is rounded to the nearest of the levels that are best for that distribution, q. A scale travels too:
+whatever x is. Each is rounded to the nearest of the levels that are best for that distribution, q. A scale is sent too:
 
     y = R x,   q_j = the level nearest to y_j / σ,   s = ‖x‖² / ⟨y, q⟩;   received: x̂ = s Rᵀ q,   E x̂ = x
 
-The error x̂ - x is at right angles to x. It is like the noise of gradients: independent from rank to rank and from round
-to round, so that sums average it out, and there is nothing for error feedback to send later.
+The error x̂ - x is at right angles to x. It is like the noise of gradients: independent from rank to rank and from
+round to round, so that sums average it out, and there is nothing for error feedback to send later.
 
 | bits | 1 | 2 | 3 | 4 |
 |---|---|---|---|---|
@@ -33,7 +33,7 @@ Note [Exact products]
     together. Errors of Q are symmetric, and bias an estimate by about 10^-9 of itself.
 
 Note [Ends of float32]
-    A block is divided by its largest value before anything else. A scale travels in 16 bits, with
+    A block is divided by its largest value before anything else. A scale is sent in 16 bits, with
     the exponents of float32, rounded up or down at random: so it is right on average too, below the smallest normal
     number as well. Values that an estimate would carry beyond the largest number end there.
 
@@ -58,7 +58,7 @@ from stretto.randomness import draw
 
 _BLOCK = 64
 _CELLS = 1024
-"""Parts from -8 σ to 8 σ, each with a level. No value lies outside, because σ² is the mean of 64 squares."""
+"""Parts from -8 σ to 8 σ, each with a level. No value is outside, because σ² is the mean of 64 squares."""
 _CELLS_OF_DEVIATION = 63.4
 """How many are as wide as σ together; the one around zero is twice as wide as the others."""
 _STEPS = 4000
@@ -68,7 +68,7 @@ _RUNS = {1: ((0, 1),), 2: ((0, 2),), 3: ((0, 2), (2, 1)), 4: ((0, 4),)}
 """By the bits of a number: where in it runs of bits begin that fill bytes evenly, and how long they are."""
 _CELLS_OF_NORM = math.sqrt(_BLOCK) * _CELLS_OF_DEVIATION
 _GOLDEN = 40503
-"""2^16 divided by the golden ratio: however many steps of that there are, they lie evenly."""
+"""2^16 divided by the golden ratio: however many steps of that there are, they are evenly."""
 _SEED = 0
 
 
@@ -238,7 +238,7 @@ def _hadamard(device: torch.device) -> Tensor:
 
 
 def _moved(values: Any, device: torch.device) -> Tensor:
-    """Return an array as float32 on a device; to a GPU it is copied while the host goes on."""
+    """Return an array as float32 on a device; to a GPU it is copied while the host continues."""
     found = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
@@ -282,7 +282,7 @@ def normal_levels(bits: int) -> list[float]:
 
 
 def _mean_between(low: float, high: float) -> float:
-    """Return the mean of a normally distributed value that lies between two."""
+    """Return the mean of a normally distributed value that is between two."""
     normal = statistics.NormalDist()
     return (normal.pdf(low) - normal.pdf(high)) / (normal.cdf(high) - normal.cdf(low))
 

@@ -1,7 +1,7 @@
 """Rows: what one rank sends to another of one bucket, with a seal, by which the receiver checks what has arrived.
 
 A row is the bytes of values and, behind them, their digest in eight more. Those of a bucket are written and looked at
-together, where they lie: nothing here waits for a device.
+together, where they are: nothing here waits for a device.
 """
 
 import struct
@@ -21,7 +21,7 @@ _SENDER, _RECEIVER = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 
 
 def seed_of(*what: int) -> int:
-    """Return a seed that identifies a record, or an exchange of rows, so that another one does not fit."""
+    """Return a seed that identifies a record, or an exchange of rows, so that another does not fit."""
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(what)}Q", *what))
 
 
@@ -36,7 +36,7 @@ def seeds_from_senders(first: int, receiver: int) -> Seeds:
 
 
 class Rows:
-    """Rows that lie side by side. Views of them are made once, because memory is used for many buckets.
+    """Rows that are side by side. Views of them are made once, because memory is used for many buckets.
 
     Args:
         memory: `(count * (bytes of values + SEAL_BYTES),)` uint8.

@@ -1,10 +1,10 @@
-"""Memory that transfers use again and again: only so much of it as buckets travel at a time."""
+"""Memory that transfers use again and again: only so much of it as buckets are sent at a time."""
 
 import torch
 from torch import Tensor
 
 IN_FLIGHT = 4
-"""Buckets that travel at a time: enough to keep a link busy while one is summed."""
+"""Buckets that are sent at a time: enough to keep a link busy while one is summed."""
 
 
 class Scratch:

@@ -29,7 +29,7 @@ def sampled(values: Tensor) -> Tensor:
 
 
 def is_plausible_sum(values: Tensor, total: Tensor) -> bool | Tensor:
-    """Return whether a sum lies within its rounding of the sum in float64; on a device, `()` bool there.
+    """Return whether a sum is within its rounding of the sum in float64; on a device, `()` bool there.
 
     For every element  |total − Σ v| ≤ n ε Σ |v|  (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2);
     an element that may overflow counts as plausible.

@@ -11,15 +11,15 @@ from torch import distributed as dist
 
 Wait = Callable[[dist.Work, str], None]
 """Waits for a collective, which the text names in messages. Raises the job's error if it cannot complete. One that
-*follows* instead lets the host go on at once, where works order streams."""
+*follows* instead lets the host continue at once, where works order streams."""
 
 Started = tuple[dist.Work, str]
 """A collective that has been started, and its name."""
 Transfer = Generator[Started, None, None]
-"""The transfer of one bucket: yields each collective it starts, and goes on when that is complete."""
+"""The transfer of one bucket: yields each collective it starts, and continues when that is complete."""
 Barrier = Literal["barrier"]  # what comes next waits for all ranks: not within a backward pass
 Transfers = Generator[int | Started | Barrier, None, None]
-"""The transfers of many buckets: also yields the index of each before it starts, and goes on when its values are
+"""The transfers of many buckets: also yields the index of each before it starts, and continues when its values are
 there. Whoever runs it decides only when: what it starts, and in which order, is the same on every rank."""
 
 Change = Callable[[int], Tensor]

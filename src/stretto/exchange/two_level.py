@@ -12,7 +12,7 @@ So 1/L of a bucket crosses per rank, in either direction, where one level sends 
 
 Note [One group]
     Both levels are all-to-alls on the job's own group, with parts of no elements for ranks that take no part. There is
-    one order of collectives for all ranks, and one place in which a failed rank is noticed. Groups of their own would
+    one order of collectives for all ranks, and one place in which a failed rank is noticed. their own Groups would
     save a copy of each gather, and need both.
 """
 
@@ -49,12 +49,12 @@ class TwoLevelExchange(Exchange):
     otherwise sums are associated in another way.
 
     Args:
-        group: Used by nobody else; consecutive ranks lie on one node.
+        group: Used by nobody else; consecutive ranks are on one node.
         layout: Of the buffers.
-        wire: The format in which contributions cross between nodes, and in which everything else travels.
+        wire: The format in which contributions cross between nodes, and in which everything else is sent.
         wait: Waits for a collective.
         ranks_per_node: L; errors are those of `check_nodes`.
-        follow: Goes on after a collective, or None, as in `Exchange`.
+        follow: Continues after a collective, or None, as in `Exchange`.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class TwoLevelExchange(Exchange):
         return type(self)(self.group, layout, self.wire.for_averages, wait, self._per_node, follow)
 
     def _packed_by_rank(self, index: int, bucket: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what this rank has packed, a node's sums of its column; and where in the bucket these lie."""
+        """Return what this rank has packed, a node's sums of its column; and where in the bucket these are."""
         return self._packed[index], self._slices(bucket)[:, self._column]
 
     def sum_slice(self, index: int, own: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:

@@ -1,6 +1,6 @@
 """The verified exchange: every row carries a seal, a digest by which the receiver checks what arrived.
 
-Sums are computed twice, and buckets with a damaged row travel again, before anything is used.
+Sums are computed twice, and buckets with a damaged row are sent again, before anything is used.
 """
 
 import itertools
@@ -54,7 +54,7 @@ class _Arrived(NamedTuple):
 
 
 class VerifiedExchange(Exchange):
-    """An exchange in which every row travels with its digest.
+    """An exchange in which every row is sent with its digest.
 
     A *row* is what one rank sends to another of one bucket, on one level. Its *seal*, eight bytes behind it, is a
     digest over the bytes and over what they are: which exchange, which bucket, from whom and for whom. A stale, swapped
@@ -63,16 +63,16 @@ class VerifiedExchange(Exchange):
     Note [Sealed from the source, checked at the end]
         A receiver sums twice, compares to the bit, and checks the seals afterwards: a row that changed in its memory
         before or between the sums is noticed too. What makes both sums wrong in the same way hits a run of them, a page
-        or a whole slice: so a sample of every sum has to lie within its rounding of a sum in float64. Where a sum came
+        or a whole slice: so a sample of every sum has to be within its rounding of a sum in float64. Where a sum came
         out wrong, the same may also make single elements alike: when it is repeated, all are looked at.
 
     Note [Repeats]
         A *phase* is the sums of all buckets, or a gather of all. What the checks of its buckets have found stays on the
         device until its end; the host reads it once. Then comes a small gather: how many rows and sums does each rank
         miss? If none are missing, the phase is over. Otherwise every rank learns who misses what, and all ranks run the
-        transfers of those buckets again, on all levels: what was made of a damaged row on its way has travelled on in
+        transfers of those buckets again, on all levels: what was made of a damaged row on its way has was sent on in
         sound ones. Until then sources stay as they are: the buffers that contributions are cut from, and an owner's
-        slice, of which no copy that has travelled is taken back. After `REPEATS` repeats every rank raises the same
+        slice, of which no copy that has was sent is taken back. After `REPEATS` repeats every rank raises the same
         error.
     """
 
@@ -168,7 +168,7 @@ class VerifiedExchange(Exchange):
         self._repeat("gathered values", lambda index: transfers[index]())
 
     def gather_bytes(self, record: bytes, places: Sequence[Place] = ()) -> list[bytes]:
-        """Return every rank's `record`, in rank order; every record travels three times, each with its seal.
+        """Return every rank's `record`, in rank order; every record is sent three times, each with its seal.
 
         Raises:
             TransferCorrupt: All three copies of some rank's record are damaged.
@@ -286,4 +286,4 @@ class VerifiedExchange(Exchange):
 
 
 class VerifiedTwoLevelExchange(TwoLevelExchange, VerifiedExchange):
-    """An exchange on nodes in which every row travels with its digest, on either level."""
+    """An exchange on nodes in which every row is sent with its digest, on either level."""

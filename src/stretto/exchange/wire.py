@@ -1,6 +1,6 @@
 """The contract of a wire format: how values become bytes for their way to other ranks, and values again.
 
-PlainWire    every value by itself, in one dtype
+PlainWire    every value alone, in one dtype
 PackedWire   blocks of values, packed into fewer bytes, with error feedback; `stretto.exchange.int8` is an example
 """
 
@@ -17,19 +17,19 @@ from stretto.flat import ALIGNMENT
 
 
 class Wire(ABC):
-    """A format in which gradients travel, and the plain format in which everything else does."""
+    """A format in which gradients are sent, and the plain format in which everything else does."""
 
     name: str
     """As `Options(wire=...)` and the command line call it."""
     is_unbiased: ClassVar[bool] = False
     """Whether it draws random numbers such that what arrives is, on average over draws, what was sent."""
     fits_gradients: ClassVar[bool] = True
-    """Whether gradients may travel in it, and not only averages of replicas and changes of parameters."""
+    """Whether gradients may be sent in it, and not only averages of replicas and changes of parameters."""
 
     @property
     @abstractmethod
     def values(self) -> "PlainWire":
-        """How parameters, sums and averages travel: what is sent once has no later message to carry its error."""
+        """How parameters, sums and averages are sent: what is sent once has no later message to carry its error."""
 
     @property
     def for_averages(self) -> "Wire":
@@ -79,7 +79,7 @@ class Wire(ABC):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlainWire(Wire):
-    """Every value by itself, in `dtype` or in the dtype that it is stored in, whichever is narrower."""
+    """Every value alone, in `dtype` or in the dtype that it is stored in, whichever is narrower."""
 
     name: str
     dtype: torch.dtype
@@ -108,7 +108,7 @@ class PlainWire(Wire):
 
 
 FP32 = PlainWire("fp32", torch.float64)
-"""All bits that there are: float32 values travel in 32 bits, and those of a float64 model in 64."""
+"""All bits that there are: float32 values are sent in 32 bits, and those of a float64 model in 64."""
 BF16 = PlainWire("bf16", torch.bfloat16)
 
 
@@ -125,7 +125,7 @@ class PackedWire(Wire):
     """
 
     block: int
-    """Values that are packed together; divides `ALIGNMENT`, so that no block lies in two parameters or two slices."""
+    """Values that are packed together; divides `ALIGNMENT`, so that no block is in two parameters or two slices."""
     block_bytes: int
     """Bytes of a packed block, with everything that is needed to unpack it."""
 
@@ -133,7 +133,7 @@ class PackedWire(Wire):
         """Check the size of a block.
 
         Raises:
-            ConfigError: Some blocks would lie in two parameters.
+            ConfigError: Some blocks would be in two parameters.
         """
         if ALIGNMENT % cls.block:
             raise ConfigError(f"{cls.__name__}: expected a block that divides {ALIGNMENT}, found {cls.block}")
@@ -196,7 +196,7 @@ class PackedWire(Wire):
 
 
 def block_scales(blocks: Tensor, largest: int, bits: int) -> Tensor:
-    """Return a scale for each block, `(n, 1)`, such that its values lie between `largest` times the scale.
+    """Return a scale for each block, `(n, 1)`, such that its values are between `largest` times the scale.
 
         s = max |x| / largest,   q = round(x / s),   x ≈ s·q,   |x - s·q| ≤ s / 2
 
@@ -219,7 +219,7 @@ def block_scales(blocks: Tensor, largest: int, bits: int) -> Tensor:
 def short(scales: Tensor, bits: int) -> Tensor:
     """Return scales, float32, rounded towards zero to so many bits, with the leading one.
 
-    All that are not numbers become the same one: which it would be depends on the device.
+    All that are not numbers become the same: which it would be depends on the device.
     """
     dropped = 24 - bits
     shortened = (scales.view(torch.int32) >> dropped << dropped).view(torch.float32)

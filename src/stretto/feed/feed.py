@@ -2,12 +2,12 @@
 
 Note [The end of the data]
     Ranks learn from the round reports that one of them has no more data. A loader with a length is asked once more
-    before the batch of that number is handed out. If nothing comes, the rank says so with its last batch, so that no
+    before the batch of that number is given out. If nothing comes, the rank says so with its last batch, so that no
     round is needed for the news, and what the loader does at its end has been done. If a batch comes, the length was
     wrong, and the loader is as one without a length: exhausted when it is asked and has nothing. So a length is a hint
     and the iterator is the truth.
 
-    A rank without data goes on in here: it hands over what it has accumulated, then empty rounds, until all have
+    A rank without data continues in here: it passes what it has accumulated, then empty rounds, until all have
     agreed. Then all land what is left, so that every update has ended and the model shows committed parameters. Where
     the number of updates is given, nothing is accumulated after the last one: its rounds are landed at once.
 
@@ -15,7 +15,7 @@ Note [Batches that are out]
     A loop may ask for the next batch before it has counted the one in hand: between forward and backward pass, or to
     see which batch is the last. Then as many batches are out whenever it asks, from its first batch on, and few. A
     loop that skips batches has at some time none out, or ever more. Where a loop that looks ahead asks and there is
-    nothing more to hand out, the iterator stops, and the pass ends when the micro-batches of the batches that are out
+    nothing more to give out, the iterator stops, and the pass ends when the micro-batches of the batches that are out
     are counted, inside that call. A loop that skips its first few batches cannot be told from it: its pass ends with
     the job's next call for rest, the next `feed`, `finish` or `commit`.
 """
@@ -331,7 +331,7 @@ class Feed:
     # The beginning and the end of a pass
 
     def _begin_pass(self, loader: Iterable[Any], until: Until) -> Pass:
-        """Begin a pass, or go on with the one that a checkpoint was saved in the end of."""
+        """Begin a pass, or continue with the one that a checkpoint was saved in the end of."""
         self._compute.course.begin_pass()
         restored, self._restored = self._restored, None
         if restored is not None and restored["is_left"]:

@@ -5,7 +5,7 @@ Note [A pass in a checkpoint]
     pass: in the last batch, in an update that lands after it, or while other ranks have more data. A checkpoint with a
     loader says where the pass is, too, and the first one after `load` is the rest of it, which may be empty. After
     the loop of a pass that was left early, because another rank had no more data or the updates were done, the rest is
-    nobody's: the first one after `load` begins anew, as it does in the run that saved.
+    nobody's: the first one after `load` begins again, as it does in the run that saved.
 """
 
 import copy
@@ -46,7 +46,7 @@ def check_trained(where: object, num_fed: int, num_counted: int, steps: int) -> 
 
     Args:
         where: In messages.
-        num_fed: Batches that the pass has handed out.
+        num_fed: Batches that the pass has given out.
         num_counted: Micro-batches of the job so far.
         steps: Its updates, those before a checkpoint too.
 
@@ -65,7 +65,7 @@ def check_trained(where: object, num_fed: int, num_counted: int, steps: int) -> 
 
 
 def one_at_a_time(where: object) -> OutOfTurn:
-    """Return the error for a `feed` that goes on after another one has begun."""
+    """Return the error for a `feed` that continues after another has begun."""
     return OutOfTurn(
         f"{where}: another feed() has begun inside this one: expected one at a time; for two loaders side by side "
         "feed(zip(one, other))"

@@ -1,7 +1,7 @@
 """The feed of ranks that hold one model in shards: a node's data end together.
 
 No rank of a node can take a forward pass alone, because FSDP2 gathers parameters from all of them. So they ask each
-other before every batch. The data of a node end where those of its first rank do, and the others' rest is left out.
+other before every batch. The data of a node end where those of its first rank do, and the others' rest is skipped.
 """
 
 from typing import Any

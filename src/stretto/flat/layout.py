@@ -1,7 +1,7 @@
 """The layout: which flat elements each trainable parameter occupies, and which rank owns them.
 
 Note [Layout]
-    Parameters of one dtype, device and cut form a flat set. A set is cut into buckets, a bucket travels in one
+    Parameters of one dtype, device and cut form a flat set. A set is cut into buckets, a bucket is sent in one
     collective, and rank r owns the r-th equal slice of *every* bucket. Every parameter and every slice starts at a
     multiple of `ALIGNMENT` elements. So an optimizer kernel sees the same vector lanes however a set is cut: fused
     CPU optimizers give the same result for cuts at multiples of 8 to 64 elements, but not for other cuts. Padding
@@ -65,7 +65,7 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bucket:
-    """A range of one flat set that travels in one collective."""
+    """A range of one flat set that is sent in one collective."""
 
     set_index: int
     start: int
@@ -104,7 +104,7 @@ class Layout:
     sets: tuple[FlatSet, ...]
     slots: tuple[Slot, ...]
     buckets: tuple[Bucket, ...]
-    """In the order in which they travel: that in which a backward pass is expected to fill them."""
+    """In the order in which they are sent: that in which a backward pass is expected to fill them."""
 
     @property
     def numel(self) -> int:
@@ -117,7 +117,7 @@ class Layout:
         return max(one.numel * self.sets[one.set_index].accumulation_dtype.itemsize for one in self.buckets)
 
     def text(self) -> str:
-        """Return everything that ranks must agree on, one line each; device indices may differ and are left out."""
+        """Return everything that ranks must agree on, one line each; device indices may differ and are skipped."""
         slots = [
             f"parameter {slot.name}: {slot.shape} {self.sets[slot.set_index].dtype}, optimizer group {slot.group}, "
             f"elements {slot.start} to {slot.stop} of set {slot.set_index}{', whole' if slot.is_whole else ''}"
@@ -162,7 +162,7 @@ class Layout:
 def usual_bucket_bytes(device: torch.device) -> int:
     """Return how large a collective over values on `device` is, where nobody has said it, in bytes.
 
-    Values of a CPU go through sockets, where a small transfer is sent while another one is summed. On a GPU every
+    Values of a CPU go through sockets, where a small transfer is sent while another is summed. On a GPU every
     kernel and every collective costs a launch, whatever its size: a billion parameters would be 3,800 buckets of the
     small size, and are 60 of the large one.
     """
@@ -203,7 +203,7 @@ def plan_layout(
     sorted by what is ready last.
 
     Args:
-        model: Holds the parameters, which `check_parameters` has seen; tied ones count once, frozen ones are left out.
+        model: Holds the parameters, which `check_parameters` has seen; tied ones count once, frozen ones are skipped.
         optimizer: Holds the parameter groups.
         world_size: Number of ranks.
         bucket_bytes: Upper bound of a bucket in the gradient buffer, in bytes; with whole tensors it is a lower one.

@@ -1,4 +1,4 @@
-"""Whether the elements of a model's tensors lie apart in memory, so that each can be written by itself."""
+"""Whether the elements of a model's tensors are apart in memory, so that each can be written alone."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ Named = tuple[str, Tensor]
 def check_memory(named: Sequence[Named]) -> None:
     """Raise if elements share memory: of a trainable parameter with any others, of another tensor with its own.
 
-    Every parameter has a gradient of its own, and values are copied into every tensor, so elements in one place would
-    get several values. Parts of one storage that lie apart are fine.
+    Every parameter has its own gradient, and values are copied into every tensor, so elements in one place would
+    get several values. Parts of one storage that are apart are fine.
 
     Args:
         named: Parameters and buffers by name; a tensor that is registered twice is listed once.
@@ -48,7 +48,7 @@ def _lie_apart(members: Sequence[Named]) -> bool:
 def _check_elements(members: Sequence[Named]) -> None:
     unit = min(tensor.itemsize for _, tensor in members)
     taken = torch.zeros(members[0][1].untyped_storage().nbytes() // unit, dtype=torch.int32)
-    """Per `unit` bytes of the storage: zero, or the number of the tensor that lies there."""
+    """Per `unit` bytes of the storage: zero, or the number of the tensor that is there."""
     members = sorted(members, key=_trains)
     for number, (name, tensor) in enumerate(members, start=1):
         places = _places(tensor) * (tensor.itemsize // unit)
@@ -73,7 +73,7 @@ def _trains(member: Named) -> bool:
 
 
 def _places(tensor: Tensor) -> Tensor:
-    """Return where each element lies in the storage, in elements, `(numel,)`."""
+    """Return where each element is in the storage, in elements, `(numel,)`."""
     places = torch.tensor([tensor.storage_offset()])
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         places = (places[:, None] + torch.arange(size) * stride).flatten()

@@ -1,7 +1,7 @@
 """The slices that one rank owns: all of a flat set in one tensor, so that one call reaches them.
 
 Note [Blocks]
-    A flat set has many buckets, and a rank owns a slice of each. Its slices lie side by side in one tensor, in flat
+    A flat set has many buckets, and a rank owns a slice of each. Its slices are side by side in one tensor, in flat
     order, so a launch for each set is enough for what concerns them all. What needs memory for a copy goes block by
     block: slices that are equally long, up to `usual_bucket_bytes`. In a flat set a block is a matrix with gaps between
     its rows, and without gaps where one rank owns everything.
@@ -17,7 +17,7 @@ from stretto.flat.layout import Bucket, Layout, usual_bucket_bytes
 
 
 class Slices(list[Tensor]):
-    """Values of a rank's slices, as a list by bucket: views of `flats`, each with a version counter of its own."""
+    """Values of a rank's slices, as a list by bucket: views of `flats`, each with its own version counter."""
 
     def __init__(
         self, flats: Sequence[Tensor], views: Iterable[Tensor], flat_order: Sequence[int] | None = None
@@ -49,7 +49,7 @@ class Block:
 
 
 class Owned:
-    """Where the slices of one rank lie.
+    """Where the slices of one rank are.
 
     Args:
         layout: Of the flat sets.
@@ -73,7 +73,7 @@ class Owned:
         ]
         """All of them, in flat order."""
         self.block_of = {bucket: i for i, block in enumerate(self.blocks) for bucket in block.buckets}
-        """Index of the block in which a bucket's slice lies."""
+        """Index of the block in which a bucket's slice is."""
 
     def new(self) -> Slices:
         """Return zeros, at least as wide as float32."""
@@ -85,7 +85,7 @@ class Owned:
         )
 
     def cut(self, flats: Sequence[Tensor]) -> Slices:
-        """Return slices that lie side by side in one tensor per flat set."""
+        """Return slices that are side by side in one tensor per flat set."""
         ranges = zip(self.layout.buckets, self.offsets, self.ranges, strict=True)
         # `data` is a view with a version counter of its own: a write to one bucket is none to the others.
         return Slices(

@@ -49,7 +49,7 @@ class Runs:
         self.values = values
 
     def run(self, start: int, stop: int) -> Tensor | None:
-        """Return elements, `(stop - start,)`, a view where they lie in one run; None if some are missing."""
+        """Return elements, `(stop - start,)`, a view where they are in one run; None if some are missing."""
         pieces, place = [], start
         first = max(0, bisect_right(self.values, start, key=lambda pair: pair[0]) - 1)
         for begin, run in self.values[first:]:
@@ -173,7 +173,7 @@ class Box:
 def cover(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """Yield, in order, at most `2 * len(shape) - 1` disjoint boxes that hold the elements `start` to `stop`.
 
-    A run begins in the middle of a row, goes on over whole rows, and ends in the middle of a row. The part in one row
+    A run begins in the middle of a row, continues over whole rows, and ends in the middle of a row. The part in one row
     is a run of a tensor with one dimension less. A tensor without elements is one box.
     """
     row = math.prod(shape[1:])

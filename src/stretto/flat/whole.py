@@ -1,4 +1,4 @@
-"""Where tensors lie that may not be cut: whole, in slices that are as equal as they can be.
+"""Where tensors are that may not be cut: whole, in slices that are as equal as they can be.
 
 Note [Whole tensors]
     Tensors come in the order in which their gradients arrive. A bucket takes them until it is full, and until its

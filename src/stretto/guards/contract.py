@@ -229,7 +229,7 @@ class Guard(ABC):
         after_reduce    once per round, when the round's gradient has been summed;
         before_step     before every `Step` and every `Preview` reads the reduced gradient, masters and optimizer state;
         after_gather    whenever the values that the model will show have been gathered;
-        before_land     before the arrival of a fragment with which ranks have stepped together; its values are an anchor;
+        before_land     before the arrival of a fragment with which ranks have stepped together; its values are anchors;
         after_update    once per update, after its last values have been published or gathered and before the model
                         shows them; also if the update had no weight and nothing was stepped;
         before_landing  once per round, on the compute lane, right before the model shows what it brought. Ranks come

@@ -56,7 +56,7 @@ class OverShards(torch.optim.Optimizer):
         self._lend()  # and nothing of what was brought together
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` has returned, on this rank."""
+        """Continue from what `state_dict` has returned, on this rank."""
         self._lend()
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state

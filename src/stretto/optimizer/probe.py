@@ -30,7 +30,7 @@ def whole_groups(optimizer: torch.optim.Optimizer) -> frozenset[int]:
         optimizer: The user's. Its class and settings are tried on other tensors; it is never stepped.
 
     Raises:
-        UnsupportedOptimizer: The results differ in any case, or the optimizer cannot step tensors by itself.
+        UnsupportedOptimizer: The results differ in any case, or the optimizer cannot step tensors alone.
     """
     found: set[int] = set()
     first = 0

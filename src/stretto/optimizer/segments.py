@@ -11,7 +11,7 @@ from stretto.flat import ALIGNMENT, Owned, Slices, Slot
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of one parameter that lies in one bucket's owned slice."""
+    """The part of one parameter that is in one bucket's owned slice."""
 
     slot: Slot
     bucket: int
@@ -38,7 +38,7 @@ class Segment:
     group: int
     """Index of the parameter group."""
     pieces: tuple[Piece, ...]
-    """What lies in the run, in order."""
+    """What is in the run, in order."""
     start: int
     """First element within the set's owned slices, side by side."""
     stop: int
@@ -78,7 +78,7 @@ def cut_segments(
 
     Args:
         pieces: All that the rank owns.
-        owned: Where they lie.
+        owned: Where they are.
         masters: Their values.
         kind: Pieces for which it differs are not in one segment.
     """

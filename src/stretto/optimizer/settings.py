@@ -1,4 +1,4 @@
-"""Settings of the user's optimizer, which schedulers and users turn: read at the first take-off of an update."""
+"""Settings of the user's optimizer, which schedulers and users turn: read at the first start of an update."""
 
 import copy
 import math
@@ -21,7 +21,7 @@ def read_hyperparameters(optimizer: torch.optim.Optimizer) -> Hyperparameters:
 
 
 def learning_rate(group: Mapping[str, Any]) -> float:
-    """Return the learning rate of a parameter group; nan where its optimizer has none, or finds it by itself."""
+    """Return the learning rate of a parameter group; nan where its optimizer has none, or finds it alone."""
     return math.nan if group.get("lr") is None else float(group["lr"])
 
 

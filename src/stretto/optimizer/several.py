@@ -80,13 +80,13 @@ class SeveralSchedulers:
         return {"members": [member.state_dict() for member in self.members]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Continue from what `state_dict` returned."""
         for member, saved in zip(self.members, state["members"], strict=True):
             member.load_state_dict(saved)
 
 
 def as_one(given: Any) -> Any:
-    """Return an optimizer for a sequence of them; anything else, as yet unchecked, as it is.
+    """Return an optimizer for a sequence of them; anything else, as yet unchecked, unchanged.
 
     Raises:
         UnsupportedOptimizer: The sequence is empty or holds something else, or a parameter is in two of them.

@@ -28,7 +28,7 @@ class ReducedGradient:
     """The sum over ranks of weighted gradients, on the slices this rank owns.
 
     Note [One division]
-        Gradients travel as Σ w·g. The division by Σ w, and the clip, happen once: in place at `Step`
+        Gradients are sent as Σ w·g. The division by Σ w, and the clip, happen once: in place at `Step`
         (`become_mean`), out of place and block by block at a `Preview` that comes earlier (`mean_of`), so
         that no second copy of the sums is ever held and both see the same values.
     """
@@ -158,13 +158,12 @@ class ShardedOptimizer:
     Memory, per owned element: 4 bytes of master, what the optimizer's state takes, and for a `preview` both
     once more for one block.
 
-    A tensor that may not be cut is a segment of its own, in its shape and contiguous, so the optimizer sees what a
+    A tensor that may not be cut is its own segment, in its shape and contiguous, so the optimizer sees what a
     plain loop shows it; its state is kept as the optimizer keeps it.
 
-    Note [Unused parameters]
-        Stock optimizers skip a parameter without gradient: no decay, no momentum, no step count. A zero in
-        the flat buffer is not that. So a parameter that no rank used in an update is cut out into a segment
-        of its own, with its share of the state, and gets no gradient.
+    Note [Unused parameters] Stock optimizers skip a parameter without gradient: no decay, no momentum, no step count.
+        A zero in the flat buffer is not that. So a parameter that no rank used in an update is cut out into its own
+        segment, with its share of the state, and gets no gradient.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The optimizer's state by parameter: cut out of its segments, put back into new ones, and averaged over ranks.
 
 In an average, element-wise entries become weighted means, and so do tensors of any shape that belong to a whole
-parameter; these travel in its place, so they must fit there. Numbers, such as a step count, cannot be averaged: for
+parameter; these are sent instead, so they must fit there. Numbers, such as a step count, cannot be averaged: for
 each parameter, all ranks take them from the rank that has stepped it most often, the first of several. All state of a
 whole parameter without dimensions is numbers. A rank that has no state yet, because it has not used a parameter,
 contributes zeros.
@@ -24,7 +24,7 @@ from stretto.optimizer.segments import Piece, Segment, cut_segments
 from stretto.optimizer.sharded import ShardedOptimizer
 
 PieceState = Mapping[str, Any]
-"""The state of one piece by the optimizer's own keys: flat tensors where it is element-wise, otherwise as it is. That
+"""The state of one piece by the optimizer's own keys: flat tensors where it is element-wise, otherwise unchanged. That
 of a whole tensor is as the optimizer keeps it, tensors of any shape."""
 
 
@@ -112,7 +112,7 @@ class StateKinds:
 def adopt_states(owner: ShardedOptimizer, states: Mapping[Piece, PieceState]) -> None:
     """Replace the optimizer's state.
 
-    Pieces share a segment only where their state outside the elements agrees: parameters that were left out
+    Pieces share a segment only where their state outside the elements agrees: parameters that were skipped
     of some updates have counted fewer steps.
 
     Args:

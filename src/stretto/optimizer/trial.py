@@ -262,7 +262,7 @@ def _described(value: Any) -> str | None:
 
 
 def _twin(start: Tensor) -> nn.Parameter:
-    """Return a parameter of its own with the values and the attributes of `start`."""
+    """Return its own parameter with the values and the attributes of `start`."""
     twin = nn.Parameter(start.detach().clone())
     vars(twin).update(vars(start))
     return twin

@@ -16,7 +16,7 @@ def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
     """Raise unless `scheduler` turns `optimizer` when its step() is called without arguments; None is none.
 
     Raises:
-        ConfigError: Says what to hand over, or to do, in its place.
+        ConfigError: Says what to pass, or to do, instead.
     """
     if scheduler is None:
         return

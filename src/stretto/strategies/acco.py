@@ -11,7 +11,7 @@ from stretto.strategies.contract import Gather, Preview, Reduce, Script, Step, S
 class ACCO(Strategy):
     """Half of a batch estimates the next parameters, both halves commit them.
 
-        θ̃_{t+1} = peek(θ_t,  Σ g(θ̃_t; A) / w_A)                              (1), shown while B travels
+        θ̃_{t+1} = peek(θ_t,  Σ g(θ̃_t; A) / w_A)                              (1), shown while B is sent
         θ_{t+1} = Opt(θ_t, [Σ g(θ̃_t; A) + Σ g(θ_t; B)] / (w_A + w_B))        (2)
 
     No estimate exists at first, so the first A is taken at θ_0.

@@ -1,4 +1,4 @@
-"""Plain averages of replicas that travel beside the next updates: an outer step of rate 1 without momentum."""
+"""Plain averages of replicas that are sent beside the next updates: an outer step of rate 1 without momentum."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ class Average(Strategy):
         θ_r ← m + (θ_r - θ_r')                           it lands, `delay` updates later; θ_r' is what left
 
     `ω_q` is the weight that rank q has contributed since the fragment left the last time. It is `DiLoCo(interval=every,
-    outer_lr=1, outer_momentum=0, keep_progress=True)`, to the bit, with many fragments that travel for a short time.
+    outer_lr=1, outer_momentum=0, keep_progress=True)`, to the bit, with many fragments that are sent for a short time.
     A whole average that takes as long as x updates hides if `every ≥ fragments + x`.
 
     Staleness: 0; replicas drift apart.
@@ -32,13 +32,13 @@ class Average(Strategy):
     every: int = 4
     """Updates from one average of a fragment to its next. Each doubling halves what is sent, and costs loss."""
     fragments: int | None = None
-    """Parts of the parameters that leave one after the other. None is half of `every`, rounded down: then each travels
+    """Parts of the parameters that leave one after the other. None is half of `every`, rounded down: then each is sent
     for one update, and an average that takes up to half of `every` hides."""
     delay: int | None = None
     """Updates between a fragment's departure and its landing; 0 waits. None is the longest that the fragments allow,
     every // fragments - 1."""
     worker: WorkerKind = "rank"
-    """Who steps a replica: every rank by itself, or the ranks of a node together, which then train synchronously.
+    """Who steps a replica: every rank alone, or the ranks of a node together, which then train synchronously.
     "node" needs `Options(ranks_per_node=...)`."""
     outer: DiLoCo = dataclasses.field(init=False, compare=False, repr=False)
     """The outer steps that it is."""

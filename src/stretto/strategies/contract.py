@@ -13,7 +13,7 @@ from collections.abc import Generator
 from typing import Any, ClassVar, Literal, Protocol
 
 WorkerKind = Literal["rank", "node"]
-"""Who steps one replica: a rank by itself, or the ranks of a node together."""
+"""Who steps one replica: a rank alone, or the ranks of a node together."""
 
 
 class Gradient(Protocol):
@@ -76,19 +76,19 @@ class Moment:
     """Rounds since the last average, this one included."""
     drains: bool
     """Whether this rank's worker has no more data, and nothing in this round: an average is due then, whatever the
-    plan, because only averages let ranks agree on an end. After an `AllReduce`, whether all ranks hand over what is
+    plan, because only averages let ranks agree on an end. After an `AllReduce`, whether all ranks pass what is
     left. All else here is the same on all ranks."""
     interval: int | None = None
     """What the script has last asked for by `Postpone`."""
     aloft: int | None = None
-    """Rounds since the fragment left that has not landed yet; None where none is under way."""
+    """Rounds since the fragment left that has not landed yet; None where none is in progress."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Average:
     """Replace every rank's replica by the mean of all, after `AllReduce`.
 
-    Every rank has stepped with everything: replicas count alike, those that are not finite are left out, and nothing
+    Every rank has stepped with everything: replicas count alike, those that are not finite are skipped, and nothing
     is sent where all are equal. Answer: a `Divergence` where a probe is given, otherwise None.
     """
 
@@ -100,7 +100,7 @@ class Average:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Divergence:
-    """How far replicas had come apart until an average; the same on all ranks. Replicas left out are left out here."""
+    """How far replicas had come apart until an average; the same on all ranks. Replicas skipped are skipped here."""
 
     are_equal: bool
     """Whether all replicas were the same, to the bit."""
@@ -153,7 +153,7 @@ class Launch:
 
     Only after `Local`, and one fragment at a time. Replicas are weighted by what their ranks have contributed since it
     left last; the ranks of a node that is one worker hold the same replica, which so has the weight of all of them. A
-    fragment of an outer step travels beside the next rounds, until its `Land`; a mean lands in the same update.
+    fragment of an outer step is sent beside the next rounds, until its `Land`; a mean lands in the same update.
 
     Ranks agree here on their end. So a rank that drains asks for the next launch, due or not, and waits for the others.
     If all drain, nothing leaves, and all replicas are replaced by their mean. Answer: whether the fragment left.
@@ -178,7 +178,7 @@ class Land:
     mix: float = 0.0
     """What stays of the replica; the rest is the mean or the new anchor, with what is kept of the progress since."""
     delay: int = 0
-    """Rounds for which the fragment has travelled on a rank that has data."""
+    """Rounds for which the fragment has was sent on a rank that has data."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

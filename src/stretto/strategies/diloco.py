@@ -41,7 +41,7 @@ class DiLoCo(Strategy):
     while the inner rate stays: there u is divided by that rate, here not. With a mix, without momentum and delay, it is
     elastic averaging (Zhang et al., 1412.6651) in rounds, whose pull 1 - α is to the centre after it has moved.
 
-    Staleness: 0; replicas drift apart. Changes made while a fragment travels are discarded but for a share α (`mix`),
+    Staleness: 0; replicas drift apart. Changes made while a fragment is sent are discarded but for a share α (`mix`),
     unless progress is kept.
     Traffic per update: one all-reduce of the parameters over the interval, a fragment at a time, beside the next
     updates if there is a delay. With `worker="node"` one all-reduce of the gradients inside the node besides.
@@ -65,8 +65,9 @@ class DiLoCo(Strategy):
     nesterov: bool = True
     """Look ahead along the new velocity, as the papers do; off is the heavy ball of SlowMo."""
     delay: int = 0
-    """Updates between a fragment's departure and its landing, which hide its transfer; 0 waits. One fragment is under
-    way at a time, so it is below interval / fragments. Long ones cost loss; take more fragments instead."""
+    """Updates between a fragment's departure and its landing, which hide its transfer; 0 waits. One fragment is in
+    progress at a time, so it is below interval / fragments. Long ones cost loss; take more fragments instead.
+    """
     mix: float = 0.0
     """What stays of a rank's own values at a landing, from 0 to below 1. Streaming DiLoCo takes 0.5 with a delay;
     without one replicas are pulled towards the anchor, and stay apart."""
@@ -74,7 +75,7 @@ class DiLoCo(Strategy):
     """Add to the anchor what a rank has changed since the fragment left; only with a delay. With `outer_lr=1,
     outer_momentum=0` this is an average that hides; a delay above about half of the interval costs much."""
     worker: WorkerKind = "rank"
-    """Who steps a replica: every rank by itself, or the ranks of a node together, which then train synchronously.
+    """Who steps a replica: every rank alone, or the ranks of a node together, which then train synchronously.
     "node" needs `Options(ranks_per_node=...)`."""
 
     name = "diloco"

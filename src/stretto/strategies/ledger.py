@@ -76,11 +76,11 @@ class Ledger:
     keeps_progress: bool
     """Whether a rank remembers what it held when a fragment left."""
     outer_steps: float
-    """Outer steps of all parameters: a sum that travels like a gradient, and a gather. A mean over many updates."""
+    """Outer steps of all parameters: a sum that is sent like a gradient, and a gather. A mean over many updates."""
 
     @property
     def sends_changes(self) -> bool:
-        """Whether owners publish parameters, which may have a format of their own (`Options.changes`)."""
+        """Whether owners publish parameters, which may have a their own format (`Options.changes`)."""
         return not self.replicated or self.fragments > 0
 
     def inside_bytes(self, accumulation: float) -> float:
@@ -229,7 +229,7 @@ def _check_launches(strategy: Strategy, effects: Sequence[Effect]) -> None:
 
 
 def _aloft_after(strategy: Strategy, effect: Effect, aloft: int | None) -> int | None:
-    """Return for how many rounds a fragment has been under way behind `effect`, if one is."""
+    """Return for how many rounds a fragment has been in progress behind `effect`, if one is."""
     if isinstance(effect, Launch | Land) and (aloft is None) != isinstance(effect, Launch):
         raise ConfigError(
             f"strategy {strategy.name}: one fragment is in flight at a time: expected `Launch` and `Land` "

@@ -73,7 +73,7 @@ class LocalSGD(Strategy):
     `ω_q` is the weight that rank q has contributed since the last average. With `worker="node"` gradient and weight in
     the first line are those of all ranks of r's node, so that they hold the same θ_r.
 
-    Staleness: 0; replicas drift apart for as long as the gap between two averages.
+    Staleness: 0; replicas drift apart while the gap between two averages.
     Traffic per update: the rate times one all-reduce of the parameters, exposed; nothing else is sent. With
     `worker="node"` one all-reduce of the gradients inside the node besides.
     Memory: one gradient buffer; masters and state whole on every rank; on the bf16 wire the last average too.
@@ -95,7 +95,7 @@ class LocalSGD(Strategy):
     seed: int = 0
     """Of the Bernoulli coin."""
     worker: WorkerKind = "rank"
-    """Who steps a replica: every rank by itself, or the ranks of a node together, which then train synchronously.
+    """Who steps a replica: every rank alone, or the ranks of a node together, which then train synchronously.
     "node" needs `Options(ranks_per_node=...)`."""
     _pace: Pace = dataclasses.field(init=False, compare=False)
 

@@ -40,7 +40,7 @@ class PAFTSync(Strategy):
     state: bool = False
     """Average the optimizer's moments too; otherwise each rank keeps its own."""
     overlap: bool = False
-    """Let averages travel beside the next gradients, which are taken at θ_r and applied to the mean."""
+    """Let averages are sent beside the next gradients, which are taken at θ_r and applied to the mean."""
 
     name = "paft-sync"
     overlaps = False
@@ -64,7 +64,7 @@ class PAFTSync(Strategy):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PAFTDyn(Strategy):
-    """As `PAFTSync`, with an interval that every average chooses anew: signal over noise.
+    """As `PAFTSync`, with an interval that every average chooses again: signal over noise.
 
         corrected    H  = √max(0, signal) / σ       both of gradients, `stretto.averaging.probe`
         paper        H  = mean_r ‖g_r‖ / d_r        g_r is the last gradient of rank r alone, d_r = ‖θ̄ - θ_r‖
@@ -102,7 +102,7 @@ class PAFTDyn(Strategy):
     state: bool = False
     """Average the optimizer's moments too; otherwise each rank keeps its own."""
     overlap: bool = False
-    """Let averages travel beside the next gradients, as in the paper; see `PAFTSync.overlap`."""
+    """Let averages are sent beside the next gradients, as in the paper; see `PAFTSync.overlap`."""
 
     name = "paft-dyn"
     overlaps = False

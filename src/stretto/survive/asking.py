@@ -1,9 +1,9 @@
 """What members ask of each other while they train: to keep a state soon, because one of them leaves or another comes.
 
-Note [Asked beside training]
+Note [Asked during training]
     One member knows that it has to leave, or that somebody waits to come in. All of them have to keep a state after the
     same update then, so all must know it at the same update. About once a second each tells all others in one small
-    message, on a group of their own. It is started after one update and waited for after a later one, when it has long
+    message, on a their own group. It is started after one update and waited for after a later one, when it has long
     come: training does not wait.
 
 Note [Where all come]
@@ -30,7 +30,7 @@ _LOOK_SECONDS = 1.0
 
 
 class Asking:
-    """Tells all members of a term what one of them asks, at the same update; see Note [Asked beside training].
+    """Tells all members of a term what one of them asks, at the same update; see Note [Asked during training].
 
     Args:
         parallel: The job.
@@ -79,7 +79,7 @@ class Asking:
         return bool(self._told[:, 0].any())
 
     def _tell(self, step: int, *, asks: bool) -> None:
-        """Start to tell the others, and how long an update takes here; at most twice as many lie before the next."""
+        """Start to tell the others, and how long an update takes here; at most twice as many are before the next."""
         now = self._now()
         seconds = (now - self._at) / max(1, step - self._step)
         self._at, self._step = now, step

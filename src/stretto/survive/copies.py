@@ -1,13 +1,13 @@
 """Copies of what ranks hold, which they give each other while they train on.
 
-Note [Beside training]
-    A state is kept between two updates, and training goes on at once. Copies of its shares travel meanwhile, on a group
-    of their own, a few parts at a time: whenever an update has landed, a rank looks at those under way, takes what has
-    come, and starts the next. No rank waits there, and no thread is needed, because Gloo's own carry the bytes.
+Note [During training] A state is kept between two updates, and training continues at once. Copies of its shares are
+    sent meanwhile, on a their own group, a few parts at a time: whenever an update has landed, a rank looks at those
+    in progress, takes what has come, and starts the next. No rank waits there, and no thread is needed, because
+    Gloo's own carry the bytes.
 
     They are waited for before the next state is kept. After that all ranks hear from all others, so each knows that
     the copies of the last state have arrived everywhere, and only then the state before is dropped. If ranks are lost
-    while copies travel, the job goes on from the state before.
+    while copies are sent, the job continues from the state before.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ Arrived = Callable[[int, memoryview], None]
 
 
 class Beside:
-    """A group of a term's ranks for what travels beside training.
+    """A group of a term's ranks for what is sent during training.
 
     Args:
         parallel: The job, whose end ends it.
@@ -48,7 +48,7 @@ class Beside:
 
 
 class Copies:
-    """Copies under way between the ranks of one term; see Note [Beside training].
+    """Copies in progress between the ranks of one term; see Note [During training].
 
     Args:
         parallel: The job, whose end ends them.
@@ -66,7 +66,7 @@ class Copies:
     def give(
         self, content: bytes | memoryview, lengths: Sequence[int], to: Sequence[int], arrived: Arrived
     ) -> None:
-        """Begin to give bytes to another rank; nothing may be under way. All ranks must call.
+        """Begin to give bytes to another rank; nothing may be in progress. All ranks must call.
 
         Args:
             content: Of this rank.

@@ -3,7 +3,7 @@
 What each rank would have written into a checkpoint is its *share*. A rank keeps its own share and that of another rank,
 on another machine where there is one, so that every share is there twice. A generation is whole if each of its shares
 is in some living rank's memory. That is found from what members hold, and not from a word that some have heard and
-others not. Two generations are kept, because ranks may be lost while copies of the newer one travel
+others not. Two generations are kept, because ranks may be lost while copies of the newer one are sent
 (`stretto.survive.copies`).
 
 Note [Lost at once]
@@ -35,7 +35,7 @@ class Memory:
     Args:
         machine: Its name, equal on processes that are likely to be lost at once.
         is_first: Whether the process is a member from the beginning of the job. If it holds nothing, there is nothing.
-        folder: Where shares lie, so that they outlive the process too; None keeps them in the process alone.
+        folder: Where shares are, so that they outlive the process too; None keeps them in the process alone.
     """
 
     def __init__(self, machine: str, *, is_first: bool, folder: Folder | None = None) -> None:
@@ -82,7 +82,7 @@ class Memory:
             extra: Anything; rank 0's is kept.
 
         Raises:
-            OutOfTurn: An update is under way.
+            OutOfTurn: An update is in progress.
             CheckpointError: A folder has no room on some rank, or had none for a copy.
             CommunicationError: A rank died, raised or fell silent; the generation before is whole.
         """
@@ -134,7 +134,7 @@ class Memory:
     def load(
         self, parallel: DataParallel, copies: Copies, *, loader: Loader | None = None, at_least: int = 0
     ) -> Restored | None:
-        """Let a job go on from the newest generation that its ranks hold together; all ranks must call.
+        """Let a job continue from the newest generation that its ranks hold together; all ranks must call.
 
         None where nothing has been kept yet, or nothing after `at_least` updates. Every share of the generation is
         there twice again after this. What is newer is forgotten: it is not whole, and never will be. What is kept after
@@ -178,7 +178,7 @@ class Memory:
         return restored
 
     def forget(self) -> None:
-        """Drop all shares: the job is done, or goes on from something else."""
+        """Drop all shares: the job is done, or continues from something else."""
         self._drop(list(self._shares))
         if self._folder is not None:
             self._folder.forget()

@@ -66,7 +66,7 @@ class Keeping:
         self._due = 0
 
     def go_on(self, parallel: DataParallel, *, loader: Loader | None, at_least: int = 0) -> Restored | None:
-        """Let the job go on from the newest state; None where there is none after so many updates.
+        """Let the job continue from the newest state; None where there is none after so many updates.
 
         Raises:
             TornCheckpoint: No generation is whole.
@@ -94,7 +94,7 @@ class Keeping:
         self._copies.complete()  # there is no state before this one
 
     def is_due(self, parallel: DataParallel) -> bool:
-        """Return whether so many updates have passed as should lie between two states."""
+        """Return whether so many updates have passed as should be between two states."""
         return parallel.steps >= self._due
 
     def send_on(self) -> None:
@@ -123,7 +123,7 @@ class Keeping:
         """Keep the state; return every rank's machine, and what it has told.
 
         Raises:
-            OutOfTurn: An update is under way.
+            OutOfTurn: An update is in progress.
             CheckpointError: A folder has no room.
             CommunicationError: A rank was lost.
         """
@@ -147,7 +147,7 @@ class Keeping:
 def updates_between(
     keep_seconds: float, update_seconds: float, keep_bytes: float, update_bytes: float
 ) -> int:
-    """Return how many updates should lie between two generations, from what a rank has measured.
+    """Return how many updates should be between two generations, from what a rank has measured.
 
     Args:
         keep_seconds: For which training stands still to keep one.

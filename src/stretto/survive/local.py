@@ -1,8 +1,9 @@
 """Checkpoints that machines keep for themselves, so that a job that is started again need not read a shared disk.
 
-Where no rank can go on without the others, as under one torchrun for all of them, a lost rank means that all processes
-are started again. What they go on from lies in a folder of each machine, in its memory as a rule: the generations that
-`survives` keeps in processes (`stretto.survive.generations`), which are found and read in the same way.
+Where no rank can continue without the others, as under one torchrun for all of them, a lost rank means that all
+processes are started again. What they continue from is in a folder of each machine, in its memory as a rule: the
+generations that `survives` keeps in processes (`stretto.survive.generations`), which are found and read in the same
+way.
 """
 
 import logging
@@ -27,7 +28,7 @@ _log = logging.getLogger("stretto")
 
 
 class LocalCheckpoints:
-    """Checkpoints in a folder of each machine, a copy of each rank's share also on another one.
+    """Checkpoints in a folder of each machine, a copy of each rank's share also on another.
 
         local = stretto.LocalCheckpoints("/dev/shm/my-job")
         local.go_on(parallel)
@@ -37,11 +38,11 @@ class LocalCheckpoints:
             parallel.finish()
         local.remove()
 
-    The ranks that are started again go on from the newest one that they hold together, on as many ranks as there are
+    The ranks that are started again continue from the newest one that they hold together, on as many ranks as there are
     then, if no two machines were lost at once that held each other's copies. Any launcher and any backend will do.
 
     Args:
-        folder: On this machine: in its memory (`/dev/shm/...`), or on a disk of its own. One for each job. It holds
+        folder: On this machine: in its memory (`/dev/shm/...`), or on its own disk. One for each job. It holds
             two checkpoints, and three while one is written.
         every: Updates between two; None lets the library choose, so that keeping them takes about a hundredth of the
             time.
@@ -74,7 +75,8 @@ class LocalCheckpoints:
         begin: Callable[[], object] | None = None,
         at_least: int = 0,
     ) -> Restored | None:
-        """Let a new job go on from the newest whole checkpoint of its machines; all ranks must call, before training.
+        """Let a new job continue from the newest whole checkpoint of its machines; all ranks must call, before
+        training.
 
         Args:
             parallel: The new job.
@@ -119,7 +121,7 @@ class LocalCheckpoints:
         """Keep a checkpoint, if it is time to; all ranks must call, after every `Update`.
 
         Where ranks step alone (`LocalSGD`, `DiLoCo` without a delay), it waits for the next average. The copies of the
-        last one travel meanwhile, and go on whenever this is called.
+        last one are sent meanwhile, and continue whenever this is called.
 
         Args:
             parallel: The job.

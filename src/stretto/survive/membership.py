@@ -5,8 +5,8 @@ agreed: everybody who is still there says so, and whoever sees that all have sai
 writes the list by one `compare_set`. The value that is in the store after that is the answer for all. Who is not in it
 ends.
 
-A process is called by its *seat*, a number that no other process gets: the one that is started in the place of a dead
-one has another, and nothing that was written about the dead one counts for it.
+A process is called by its *seat*, a number that no other process gets: a process that replaces a dead one has another
+seat, and no record of the dead one counts for it.
 
     came/<rank>           how often a process has come for this place
     place/<rank>          the seat of the one that has come for it last
@@ -14,22 +14,21 @@ one has another, and nothing that was written about the dead one counts for it.
     waiting               seats that want to come in, one a line, with their places
     entered               those of them that have: who is lost later does not wait again
     latest                the term that was agreed last
-    <term>/said/<seat>    whether a process goes on or has done its work, and whom it takes for dead
+    <term>/said/<seat>    whether a process continues or has done its work, and whom it takes for dead
     <term>/list           the seats of a term in order, or none where the job has ended
 
 Note [Who is gone]
     A member that has said nothing yet may be dead, or in the middle of a long pass. It is gone once its death is
-    written: by its supervisor, or by the process that has come in its place. If another member has found its connection
-    closed, it is gone unless it gives signs of life in the job that ends, as every rank does twice a second until its
-    own part has ended. Otherwise it is gone after `silent_seconds` without a sign. So a rank that is late is waited
-    for, and one that sleeps is not. Where all members of a term are dead, nobody waits to come in any longer. So it is
+    written: by its supervisor, or by the process that replaces it. If another member has found its connection closed,
+    it is gone unless it gives signs of life in the job that ends, as every rank does twice a second until its own
+    part has ended. Otherwise it is gone after `silent_seconds` without a sign. So a rank that is late is waited for,
+    and one that sleeps is not. Where all members of a term are dead, nobody waits to come in any longer. So it is
     where none of them has given a sign of life for longer than a new term takes to be agreed and to begin.
 
-Note [Nodes come and go whole]
-    Where the ranks of a node add up gradients before these leave it, a node that has lost one of them cannot do as the
-    others do. Then the list has those nodes alone of which all ranks are there, node by node, and in a node by place.
-    Who lives on a node that is not whole is left out, and comes again with the process that is started in the place of
-    the dead one.
+Note [Nodes come and go whole] Where the ranks of a node add up gradients before these leave it, a node that has lost
+    one of them cannot do as the others do. Then the list has those nodes alone of which all ranks are there, node by
+    node, and in a node by place. A live process on a node that is not whole is excluded, and joins again with the
+    process that replaces the dead one.
 """
 
 import contextlib
@@ -189,7 +188,7 @@ class Membership:
         """Return the number and the seats of the term after the one that has ended; none where the job has ended.
 
         Raises:
-            LeftOut: It goes on without this process.
+            LeftOut: It continues without this process.
             PeerFailed: The store is gone.
             PeerSilent: The store does not answer.
         """
@@ -224,7 +223,7 @@ class Membership:
         return LeavableGroup(store, seats, list(seats).index(self.seat), address=self._address)
 
     def leave_out(self, seat: int, why: str) -> None:
-        """Let nobody go on with a process; it ends once it hears of it.
+        """Exclude a process from the job; it ends when it learns of it.
 
         Raises:
             PeerFailed: The store is gone.

@@ -18,7 +18,7 @@ class Generation:
     step: int
     """Committed updates."""
     key: str = ""
-    """Drawn whenever a job begins or goes on: ranks that did not know of each other may count alike."""
+    """Drawn whenever a job begins or continues: ranks that did not know of each other may count alike."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""A job that goes on in the same processes when ranks are lost, leave or come.
+"""A job that continues in the same processes when ranks are lost, leave or come.
 
 Nothing inside a job survives the loss of a rank. The process does, and so do the generations in its memory: the job
 ends, its connections are shut, those that are left agree who they are, and the user's function is called again. It
-builds a new job on a new group and goes on from the newest generation that is whole.
+builds a new job on a new group and continues from the newest generation that is whole.
 """
 
 import logging
@@ -38,7 +38,7 @@ T = TypeVar("T")
 _CONNECT_SECONDS = 60.0
 """How long the store may take to come up."""
 _LEAVE_SECONDS = 5.0
-"""How long the last groups may take to be dropped: milliseconds, unless something in them is under way."""
+"""How long the last groups may take to be dropped: milliseconds, unless something in them is in progress."""
 _FRUITLESS = 3
 """Terms in a row with the same members that have brought no update; then the job ends with the error."""
 
@@ -75,9 +75,10 @@ def survives(
         ranks: How many places there are at the start; None is what a launcher has told this process.
         every: Updates between two generations; None lets the library choose, so that keeping them takes about a
             hundredth of the time.
-        silent_seconds: How long a rank that says nothing may give no sign of life before the others go on without it.
+        silent_seconds: How long a rank that says nothing may give no sign of life before the others continue without
+            it.
         ranks_per_node: Of places that follow each other: as in `Options(ranks_per_node=...)`. A node that has lost a
-            rank is left out, and comes in again once all of its ranks have been started again.
+            rank is excluded, and joins again once all of its ranks have been started again.
         leaves_at: Signals at which this process leaves (`Term.leave`), such as `signal.SIGTERM` where machines are
             taken away with notice. A second one does what it would do without this.
         seat: The number of this process, where whoever starts them numbers them: places first, then on from there.
@@ -86,11 +87,12 @@ def survives(
     Raises:
         ConfigError: `ranks` is no multiple of `ranks_per_node`, or `leaves_at` is no list or given outside the main
             thread.
-        LeftOut: The others go on without this process: it has left as it was asked to, was taken for dead, or its node
-            is not whole.
-        CorruptionError: Guards have named this process, or cannot say whom to name; those that they do not name go on.
+        LeftOut: The others continue without this process: it has left as it was asked to, was taken for dead, or its
+            node is not whole.
+        CorruptionError: Guards have named this process, or cannot say whom to name; those that they do not name
+            continue.
         CommunicationError: Three terms in a row have lost nobody and committed nothing.
-        Exception: What `train` raises; the others go on without this process.
+        Exception: What `train` raises; the others continue without this process.
     """
     rank, ranks = told_place(rank, ranks)
     if ranks_per_node < 1 or ranks % ranks_per_node:
@@ -198,7 +200,7 @@ class _Survivor(Generic[T]):
         return following
 
     def _goes_on_without(self, error: RuntimeError, seats: Sequence[int]) -> bool:
-        """Return whether this process goes on where guards have found damage: without the ranks that they name."""
+        """Return whether this process continues where guards have found damage: without the ranks that they name."""
         if not isinstance(error, CorruptionError) or (ranks := to_leave_out([error], len(seats))) is None:
             return False
         named = [seats[rank] for rank in ranks]

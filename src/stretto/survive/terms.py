@@ -40,7 +40,7 @@ class Before:
     at: float = 0.0
     """When this process heard of it."""
     agreed: float = 0.0
-    """When it knew who goes on."""
+    """When it knew who continues."""
 
     def line(self, step: int, ranks: int) -> str:
         """Return it, once the job is back at a step."""
@@ -52,7 +52,7 @@ class Before:
 
 
 class Beginning:
-    """What optimizer and scheduler say before a job goes on, to be said again where another term follows.
+    """The state of optimizer and scheduler before a job continues, to restore if another term follows.
 
     Of its members some have trained and others have just come, and a job begins only where all have equal settings.
     """
@@ -154,7 +154,7 @@ class Term:
         extra: Any = None,
         begin: Callable[[], object] | None = None,
     ) -> Restored | None:
-        """Let a new job go on from where the job of the term before was; all ranks must call, before training.
+        """Let a new job continue from where the job of the term before was; all ranks must call, before training.
 
         Args:
             parallel: The new job, over `group`.
@@ -191,11 +191,11 @@ class Term:
         """Return the mesh across nodes, "node", and the one inside this node, "shard"; all members must call, once.
 
         For models that `fully_shard` shards inside nodes. FSDP2 keeps the mesh in the model, so sharded models and
-        their optimizers are built anew in every term. Torch's default group is made with them, over all members. It
+        their optimizers are built again in every term. Torch's default group is made with them, over all members. It
         goes with the term, and nobody else may make one. All work over Gloo, on any device.
 
         Args:
-            device_type: Where parameters lie, such as "cuda".
+            device_type: Where parameters are, such as "cuda".
 
         Raises:
             ConfigError: Torch has a default group that is not a term's, or the term is on a virtual cluster.
@@ -216,7 +216,7 @@ class Term:
     def leave(self) -> None:
         """Let this process leave soon: its machine is taken away, say. It may be called at any time, by any thread.
 
-        All members keep a state after the same update, within seconds, and the others go on from there without this
+        All members keep a state after the same update, within seconds, and the others continue from there without this
         process, so nothing is done again. Here `keep` does not return then, and `survives` raises `LeftOut`.
         """
         self._process.wish.ask()
@@ -227,7 +227,7 @@ class Term:
         It is time when so many updates have passed, and when a member leaves or a process waits to come in. Then the
         term ends here too, and nothing is done again: an exception that is no `Exception` leaves the caller's function.
         Where ranks step alone (`LocalSGD`, `DiLoCo` without a delay), it waits for the next average.
-        Copies of the state that was kept last travel meanwhile, and go on whenever this is called.
+        Copies of the state that was kept last are sent meanwhile, and continue whenever this is called.
 
         Args:
             parallel: The job.
@@ -266,7 +266,7 @@ class Term:
         }
 
     def _stay(self, by_rank: Sequence[tuple[str, Any]]) -> list[int]:
-        """Return the seats of those that go on from a state.
+        """Return the seats of those that continue from a state.
 
         Args:
             by_rank: Of every rank, its machine, and what its `_asked_for` has returned.
@@ -302,7 +302,7 @@ class Term:
 
 
 class Planned(BaseException):
-    """The term ends with everything kept, because others have come or some leave: with those that go on."""
+    """The term ends with everything kept, because others have come or some leave: with those that continue."""
 
     def __init__(self, seats: Sequence[int], group: Leavable) -> None:
         super().__init__(seats)

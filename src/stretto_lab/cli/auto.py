@@ -17,7 +17,7 @@ from stretto_lab.train.outcome import check_folder
 
 
 def chosen_before(run: RunConfig[TaskConfig]) -> str | None:
-    """Return the strategy that was chosen last for the run, which goes on with it; None for a new run."""
+    """Return the strategy that was chosen last for the run, which continues with it; None for a new run."""
     folder = Path(str(run.run_dir))
     check_folder(folder, resume=run.resume)  # before anything is measured
     options = command_of(folder)["options"] if (folder / CONFIG).exists() else []

@@ -125,7 +125,7 @@ def command_help(name: str, named: str | None, *, whole: bool) -> str | None:
 
     Args:
         name: Of the command.
-        named: The recipe that the user named; without it the options of recipes are left out.
+        named: The recipe that the user named; without it the options of recipes are skipped.
         whole: Whether all options are explained, or only those that most people need, in their first clause.
     """
     sources = Sources()
@@ -187,7 +187,7 @@ def first_clause(text: str) -> str:
 
 
 def _row(name: str, text: str, left: int) -> list[str]:
-    """Return a name and its explanation side by side; a name that is too long has a line of its own."""
+    """Return a name and its explanation side by side; a name that is too long has its own line."""
     folded = textwrap.wrap(text, COLUMNS - left - 4, break_on_hyphens=False) or [""]
     if len(name) > left:
         return [f"  {name}", *(f"  {'':{left}}  {line}" for line in folded)]

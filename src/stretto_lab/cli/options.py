@@ -214,7 +214,7 @@ def named_as_options(record: Any, prefix: str = "--") -> Iterator[None]:
 
 
 def _in_options(text: str, record: Any, prefix: str) -> str:
-    """Return a message that says `Options(wire=...)`, `field=value` or `field` with the options in their place."""
+    """Return a message that says `Options(wire=...)`, `field=value` or `field` with the options instead."""
     fields = field_types(record.__class__)
     classes = "|".join(kind.__name__ for kind in type(record).__mro__)
     text = re.sub(rf"\b(?:{classes})\(((?:[^()]|\([^()]*\))*)\)", r"\1", text)
@@ -238,7 +238,7 @@ def _option(prefix: str, field: str) -> str:
 
 
 def _is_group(value: Any) -> bool:
-    """Whether the fields of a record are options of their own; some records are read from one word."""
+    """Whether the fields of a record are their own options; some records are read from one word."""
     return dataclasses.is_dataclass(value) and type(value) not in _READERS
 
 

@@ -28,7 +28,7 @@ def run_folder(
 ) -> Iterator[None]:
     """Make the folder of a run for the length of the block; it stays, unless the run fails before it has begun.
 
-    A resume that trains nothing leaves the configuration as it was: options that do not fit the checkpoint would stand
+    A resume that trains nothing leaves the configuration unchanged: options that do not fit the checkpoint would stand
     in the way of every later one.
 
     Args:
@@ -131,5 +131,5 @@ def _checked(command: Any) -> dict[str, Any]:
 
 
 def resume_command(run: RunConfig[TaskConfig], *options: str) -> str:
-    """Return the command that goes on with a run."""
+    """Return the command that continues with a run."""
     return shlex.join(["stretto", "resume", str(run.run_dir), *options])

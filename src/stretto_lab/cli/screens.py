@@ -62,7 +62,7 @@ def _heldout(outcome: Outcome, task: TaskConfig) -> str:
 
 
 def _since(outcome: Outcome) -> str:
-    """Return the rate of the updates made here, and which they are where the run went on from others."""
+    """Return the rate of the updates made here, and which they are where the run continued from others."""
     rate = "" if outcome.samples_per_second is None else f", {outcome.samples_per_second:,.0f} samples/s"
     if not outcome.resumed_from:
         return rate
@@ -203,7 +203,7 @@ def _ranks_of(machine: Machine) -> str:
 
 
 def _row_of(one: Price, ranking: Ranking) -> str:
-    """Return what a table calls an arm; on nodes that of one level says so, and others leave out what they share."""
+    """Return what a table calls an arm; on nodes that of one level says so, and others skip what they share."""
     name, by_node, _ = (
         one.arm.replace(":worker=node", " by node").replace(":wire=", " ").partition(":ranks_per_node=")
     )

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 HOME = Path(__file__).parents[2]
-"""Where the packages lie."""
+"""Where the packages are."""
 FILES = (
     "stretto/engine/options.py", "stretto_lab/evidence.py", "stretto_lab/train/configuration.py",
     "stretto_lab/train/simulation.py", "stretto_lab/train/meet.py", "stretto_lab/plan/ranking.py",

@@ -36,7 +36,7 @@ def waiting_seconds(computing: float, busy: float, share: float, hidden: float, 
         computing: Seconds of an update's computing.
         busy: Seconds for which the update keeps the link busy.
         share: Of them, those of this part.
-        hidden: Share of the computing beside which it travels.
+        hidden: Share of the computing beside which it is sent.
         last: Share of the part that leaves only when that computing has ended.
     """
     return max(share * busy - hidden * (1 - last) * computing, share * busy * last)

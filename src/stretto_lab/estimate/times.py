@@ -50,7 +50,7 @@ class Work:
     update_seconds: float
     """Of computing, per rank and update, without any communication."""
     ranks: int
-    """With a link of their own each."""
+    """With a their own link each."""
     micro_batches: int
     """Per rank and update."""
     link: Link
@@ -83,7 +83,7 @@ class Part:
     share: float
     """Of the seconds for which an update keeps the link busy."""
     hidden: float
-    """Share of an update's computing beside which it travels."""
+    """Share of an update's computing beside which it is sent."""
     times: float = 1.0
     """Per update; a mean over updates."""
     in_buckets: bool = False

@@ -83,7 +83,7 @@ class Fault:
     ("step"), published values before they are sent, gathered values before they are shown, parameters, frozen
     parameters and buffers in the model, rounding errors that the wire owes, the anchor to which changes are added."""
     rank: int | Literal["all"]
-    """The rank whose memory is damaged; or all of them, and each draws from a seed of its own: `seed` plus its rank."""
+    """The rank whose memory is damaged; or all of them, and each draws from its own seed: `seed` plus its rank."""
     instant: int = 0
     """The first opportunity at which it strikes, from 0."""
     lasts: Lasts = "once"
@@ -155,7 +155,7 @@ class FaultPlan:
         )
 
     def going_on(self, left_out: Collection[int]) -> "FaultPlan":
-        """Return the plan for a run that goes on in new processes without some ranks.
+        """Return the plan for a run that continues in new processes without some ranks.
 
         It has the faults that last, on the ranks that stay, by their new numbers. A fault that strikes once is over.
         """
@@ -235,7 +235,7 @@ def _read_fault(text: str) -> Fault:
 
 
 def faults_text(faults: tuple[Fault, ...]) -> str:
-    """Return faults as `parse_faults` reads them; settings at their defaults are left out."""
+    """Return faults as `parse_faults` reads them; settings at their defaults are skipped."""
     return ",".join(map(_fault_text, faults)) or "none"
 
 

@@ -64,7 +64,7 @@ class Progress(Observer):
         self._doing, self._since = what, time.monotonic()
 
     def lands_when(self, is_stopped: Callable[[], bool]) -> None:
-        """Tell that the run ends as soon as `is_stopped()`: a stop signal has come, and what is under way lands."""
+        """Tell that the run ends as soon as `is_stopped()`: a stop signal has come, and what is in progress lands."""
         self._is_stopped = is_stopped
 
     def lasts(self, share: Callable[[], float]) -> None:

@@ -15,7 +15,7 @@ from stretto_lab.faults import Application, Fault
 
 
 def strikes_file(folder: Path, rank: int) -> Path:
-    """Return where the strikes of faults on a rank lie in the folder of a run."""
+    """Return where the strikes of faults on a rank are in the folder of a run."""
     return folder / "strikes" / f"rank-{rank}.jsonl"
 
 

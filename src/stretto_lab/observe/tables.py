@@ -35,7 +35,7 @@ Run = dict[str, Any]
 def print_comparison(runs: Sequence[Run]) -> None:
     """Print the medians of each arm, in the order of their first runs, and below them the range of several repeats.
 
-    A column in which no arm has a number is left out. The table fits 80 columns.
+    A column in which no arm has a number is skipped. The table fits 80 columns.
 
     Args:
         runs: Records of a comparison.

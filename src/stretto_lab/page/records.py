@@ -1,6 +1,6 @@
 """Reading what a run has written, by somebody who cannot trust it: files may be damaged, half written or hostile.
 
-Nothing here raises because of what a file holds. What cannot be read is left out and named in a list of gaps.
+Nothing here raises because of what a file holds. What cannot be read is skipped and named in a list of gaps.
 """
 
 import json
@@ -16,7 +16,7 @@ LARGEST = 1e100
 
 
 def number(value: object) -> float:
-    """Return a number up to `LARGEST` as it is, and NaN for anything else."""
+    """Return a number up to `LARGEST` unchanged, and NaN for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:
@@ -27,12 +27,12 @@ def number(value: object) -> float:
 
 
 def items(value: object) -> list[Any]:
-    """Return a list as it is, and an empty one for anything else."""
+    """Return a list unchanged, and an empty one for anything else."""
     return value if isinstance(value, list) else []
 
 
 def mapping(value: object) -> dict[str, Any]:
-    """Return a JSON object as it is, and an empty one for anything else."""
+    """Return a JSON object unchanged, and an empty one for anything else."""
     return value if isinstance(value, dict) else {}
 
 
@@ -59,7 +59,7 @@ def read_records(folder: Path, name: str, gaps: list[str], *, expected: bool) ->
     Args:
         folder: Of the run.
         name: Of the file, from there.
-        gaps: Where to name what is left out.
+        gaps: Where to name what is skipped.
         expected: Whether a missing file is a gap.
     """
     path = folder / name

@@ -192,7 +192,7 @@ class Peer:
         return self.backward(*weighed(loss_function(batch), weight, samples))
 
     def stop(self) -> None:
-        """Ask all ranks to end `feed` after the update under way."""
+        """Ask all ranks to end `feed` after the update in progress."""
         self._tally.stop = True
 
     def end(self) -> None:

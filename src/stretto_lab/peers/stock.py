@@ -58,7 +58,7 @@ class TorchDDP(Peer):
 
 
 class TorchDDPbf16(TorchDDP):
-    """DDP whose gradients travel in bfloat16."""
+    """DDP whose gradients are sent in bfloat16."""
 
     name = "torch-ddp-bf16"
 
@@ -79,7 +79,7 @@ class PowerSGDOptions:
     """What can be set for PowerSGD."""
 
     whole_updates: int = 2
-    """First updates, whose gradients travel whole: the fewest that torch takes, because they decide on slow links. It
+    """First updates, whose gradients are sent whole: the fewest that torch takes, because they decide on slow links. It
     advises as many as the learning rate's warm-up takes."""
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class PowerSGDOptions:
 
 
 class TorchDDPPowerSGD(TorchDDP):
-    """DDP with torch's PowerSGD hook: a gradient travels as two thin matrices of rank 1, with error feedback."""
+    """DDP with torch's PowerSGD hook: a gradient is sent as two thin matrices of rank 1, with error feedback."""
 
     name = "torch-ddp-powersgd"
     options_type = PowerSGDOptions

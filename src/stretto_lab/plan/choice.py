@@ -47,7 +47,7 @@ class Choice:
 
     @property
     def ranks_per_node(self) -> int | None:
-        """For `Options`; None unless ranks lie on nodes and gain by it."""
+        """For `Options`; None unless ranks are on nodes and gain by it."""
         return self.arm.settings.get("ranks_per_node")
 
 
@@ -81,7 +81,7 @@ def choose(
 
     Raises:
         ConfigError: The loader ends too soon, or the model is sharded.
-        CommunicationError: The ranks did not find each other, or another one has failed.
+        CommunicationError: The ranks did not find each other, or another has failed.
     """
     if any(map(is_dtensor, model.parameters())):
         raise ConfigError(

@@ -44,14 +44,14 @@ from stretto_lab.train.workers import RankInfo, choose_device, joined_group
 WIRES = tuple(OF_WIRES)
 """Wires that cost next to nothing in the loss."""
 _WARM_UP = 2
-"""First repeats of anything, which are left out: memory is new."""
+"""First repeats of anything, which are skipped: memory is new."""
 _EXCHANGES = 4
 """Updates of a lone rank, by wire."""
 _ROUND_TRIPS = 10
 _LINK_SECONDS = 0.3
 """How long a transfer has to take to tell the link's rate."""
 _AT_ONCE = 8
-"""Collectives that are under way together, as the buckets of a job are. One alone uses Gloo's links in one direction
+"""Collectives that are in progress together, as the buckets of a job are. One alone uses Gloo's links in one direction
 at a time, and takes up to twice as long."""
 _LARGEST_TRANSFER = 2**25
 """Bytes above which a transfer does not grow, so that it needs no more memory: it is repeated."""
@@ -77,7 +77,7 @@ class Machine:
     step_seconds: float
     """Of the optimizer, over all parameters."""
     exchange_seconds: dict[str, float]
-    """By wire: what a whole exchange costs a rank or node by itself, without the optimizer and the link."""
+    """By wire: what a whole exchange costs a rank or node alone, without the optimizer and the link."""
     link: Link
     """Of every rank to the others, in each direction, with all ranks sending; or of every node to the others."""
     cores: float
@@ -131,7 +131,7 @@ class Ranks:
     """All ranks of the default process group, on a group that nobody else uses: an error on one reaches the others.
 
     Args:
-        device: Where what they send each other lies.
+        device: Where what they send each other is.
         options: How long to wait for a rank.
     """
 
@@ -309,7 +309,7 @@ def _agreed_ranks_per_node(ranks: Ranks, own: int) -> int:
 
 
 def _own_cores(ranks: Ranks) -> float:
-    """Return this rank's cores; ranks may be bound to some of their own, as Slurm does, or share all."""
+    """Return the number of this rank's cores; ranks may be bound to some each, as Slurm does, or share all."""
     own = {core % _MOST_CORES for core in usable_cores()}
     host = float(zlib.crc32(socket.gethostname().encode()))
     of_all = ranks.gather([host, *(float(core in own) for core in range(_MOST_CORES))])

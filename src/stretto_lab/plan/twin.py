@@ -4,13 +4,13 @@ Note [A small twin]
     A job's time depends on its parameters through bytes and through seconds per element. So a twin with a thousandth of
     the parameters, of the bucket size and of the link's rate takes the same virtual time, and next to no real time.
     Many ranks are scaled down alike: what each rank sends grows as (N - 1)/N, and its share of the optimizer falls as
-    1/N. What grows with N and not with the model is left out: the round report, some hundred bytes per rank.
+    1/N. What grows with N and not with the model is skipped: the round report, some hundred bytes per rank.
     Nodes of several ranks become two nodes of two ranks, whose links are scaled each by what crosses it.
 
 Note [Ranks that are not equally fast]
     Ranks that are about as fast are one class, and a twin has a rank of every class, of the slowest one two. With
     fixed counts the slowest class decides how long a round takes, so it is as slow as the slowest of its ranks. By the
-    clock every class contributes as much as it is large and fast, so another one is as fast as its ranks on average.
+    clock every class contributes as much as it is large and fast, so another is as fast as its ranks on average.
 """
 
 import dataclasses

@@ -1,9 +1,9 @@
 """Micro-batches in one seeded global order, dealt to the ranks in turn; a saved state continues at any of them.
 
 Seed and epoch give a permutation of the samples. The micro-batches of an epoch are consecutive runs of `size` samples;
-an incomplete last run is left out. Epochs follow each other without end. Of `W` ranks, rank `r` takes the
+an incomplete last run is skipped. Epochs follow each other without end. Of `W` ranks, rank `r` takes the
 micro-batches `r, r + W, r + 2W, ...` of this order. So an update of `m` micro-batches, all ranks together, sees the
-same samples at every world size that divides `m`. Where it does not, ranks take them in turn in every update anew.
+same samples at every world size that divides `m`. Where it does not, ranks take them in turn in every update again.
 """
 
 import itertools
@@ -234,7 +234,7 @@ def reshard(
 ) -> dict[str, Any]:
     """Return the loader state for `rank` of `world_size`, from the saved states of all ranks.
 
-    At the same world size it is that rank's own state. At another one, the new ranks take exactly what no rank had
+    At the same world size it is that rank's own state. At another, the new ranks take exactly what no rank had
     taken, in order, however unequally far the ranks had come.
 
     Args:

@@ -2,7 +2,7 @@
 
 Packing needs the lengths of documents, which only the tokenizer knows. So the global order is one of *parcels*,
 consecutive runs of documents. A parcel is tokenised as a whole, in a worker, and cut into blocks; its last block is
-filled up with ends of documents, of which no loss is taken. So a rank can go on in the middle of a parcel without
+filled up with ends of documents, of which no loss is taken. So a rank can continue in the middle of a parcel without
 knowing what came before it.
 """
 

@@ -72,7 +72,7 @@ def read_corpus(text: Text) -> Corpus:
 
 
 def _read(documents: list[Document], num_bytes: int) -> dict[str, bytes]:
-    """Read documents until there are `num_bytes`; empty ones are left out."""
+    """Read documents until there are `num_bytes`; empty ones are skipped."""
     texts: dict[str, bytes] = {}
     for document in documents:
         if num_bytes <= 0:

@@ -124,7 +124,7 @@ class ResNet(nn.Sequential):
         width: Channels of the first stage.
         blocks: Blocks per stage.
         classes: Number of logits.
-        seed: Decides the initial parameters; the random state of the caller is left as it was.
+        seed: Decides the initial parameters; the random state of the caller is left unchanged.
     """
 
     def __init__(self, *, width: int, blocks: int, classes: int, seed: int) -> None:

@@ -72,7 +72,7 @@ def causal_lm(
         vocabulary: Number of tokens.
         context: Longest input.
         dtype: Of the parameters.
-        seed: Decides the initial parameters; the random state of the caller is left as it was.
+        seed: Decides the initial parameters; the random state of the caller is left unchanged.
 
     Raises:
         ConfigError: The heads do not divide the width.

@@ -49,7 +49,8 @@ class OwnTokens:
 
     folder: str | None = None
     """Where it is written, and read from once it is there; a run takes a folder in its own, so that it has the same
-    one after a resume."""
+    after a resume.
+    """
 
     def __post_init__(self) -> None:
         check_fields(self)

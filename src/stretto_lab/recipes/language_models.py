@@ -1,6 +1,6 @@
 """Language models from a folder, from a configuration, or by the name of a size. Nothing is downloaded.
 
-A folder of `transformers` brings parameters to go on from. A configuration and a name bring a shape alone, and the
+A folder of `transformers` brings parameters to continue from. A configuration and a name bring a shape alone, and the
 parameters are new.
 """
 
@@ -81,7 +81,7 @@ def language_model(name: str, *, vocabulary: int, length: int, dtype: torch.dtyp
         vocabulary: Tokens of the tokenizer.
         length: Longest input.
         dtype: Of the parameters.
-        seed: Decides new parameters; the random state of the caller is left as it was.
+        seed: Decides new parameters; the random state of the caller is left unchanged.
 
     Raises:
         ConfigError: It cannot be read, or is too small for the tokenizer or the input.

@@ -3,11 +3,11 @@
     def sine(rank: int, world_size: int, seed: int, updates: int | None, *, hidden: int = 32) -> Task:
 
 The arguments before the star are those of `TaskConfig.build`. Those behind it are the recipe's options: each needs a
-type and a default. A frozen dataclass with `build`, as the library's own recipes are, can stand in the place of a
+type and a default. A frozen dataclass with `build`, as the library's own recipes are, can stand instead of a
 function.
 
-A file is imported as Python imports a script's neighbours: its folder goes on the import path, and its name is that of
-the module. Workers have the same import path, so what they are sent can refer to the module by its name.
+A file is imported as Python imports a script's neighbours: its folder continues the import path, and its name is that
+of the module. Workers have the same import path, so what they are sent can refer to the module by its name.
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ def imported(place: str, what: str) -> Any:
 
 
 def absolute(place: str) -> str:
-    """Return `place` so that it means the same in every folder; a module stays as it is."""
+    """Return `place` so that it means the same in every folder; a module stays unchanged."""
     source, name = _parts(place)
     return f"{Path(source).resolve()}:{name}" if source.endswith(".py") else place
 
@@ -88,7 +88,7 @@ def digest(place: str) -> str | None:
 
 
 def _file_of_module(name: str) -> Path | None:
-    """Return where a module lies; `importlib.util.find_spec` would import the packages around it."""
+    """Return where a module is; `importlib.util.find_spec` would import the packages around it."""
     folders: Sequence[str] | None = [str(Path().resolve()), *sys.path]
     found, parts = None, name.split(".")
     for last in range(len(parts)):

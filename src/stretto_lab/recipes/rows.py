@@ -35,7 +35,7 @@ class Heldout:
     """What is evaluated on, and never trained on."""
 
     data: str | None = None
-    """Data of their own, in a format of the others; None takes what stands beside these, or else a share of them."""
+    """Separate held-out files, in one of the formats; None takes files next to the training data, or a share of it."""
 
     share: float = 0.05
     """That share, between 0 and 1. Which samples it is does not depend on the run's seed."""
@@ -90,7 +90,7 @@ def read_rows(place: str, unit: Unit = "file") -> Any:
 
 
 def _files(path: Path) -> tuple[str, list[str]]:
-    """Return the format of the files at `path`, and their names; empty ones are left out."""
+    """Return the format of the files at `path`, and their names; empty ones are skipped."""
     if not path.exists():
         raise errors.ConfigError(f"there are no data at {path}: expected a file or a folder")
     found = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())

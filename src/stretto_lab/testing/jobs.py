@@ -1,4 +1,4 @@
-"""One small job with every oddity, and the law that a saved job goes on to the bit."""
+"""One small job with every oddity, and the law that a saved job continues to the bit."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from stretto.strategies import Strategy
 from stretto_lab.virtual import VirtualCluster
 
 Program = Callable[[int, dist.ProcessGroup], Any]
-"""Runs one rank on its group. Picklable, so that it can run in a process of its own."""
+"""Runs one rank on its group. Picklable, so that it can run in its own process."""
 RunRanks = Callable[[int, Program], Sequence[Any]]
 """Runs a program on so many ranks, and returns the results in rank order."""
 
@@ -283,9 +283,9 @@ def _state_of(model: nn.Module) -> State:
 def goes_on(
     job: Job, ranks: int, *, saved_at: Sequence[int] | None = None, run: RunRanks = on_virtual_ranks
 ) -> list[str]:
-    """Return how a job that is saved, and those that go on from there, differ from one that never stopped.
+    """Return how a job that is saved, and those that continue from there, differ from one that never stopped.
 
-    It is saved at the start and after every update, and goes on from all of these or those in `saved_at`.
+    It is saved at the start and after every update, and continues from all of these or those in `saved_at`.
     """
     with tempfile.TemporaryDirectory() as folder:
         found = run(ranks, functools.partial(_goes_on, job, folder, saved_at))

@@ -194,7 +194,7 @@ def _traced_faults(make: Callable[[], Strategy], micro_batches: int, size: int, 
 
 
 def _job_faults(job: Job, size: int, run: RunRanks) -> list[str]:
-    """Return where ranks differ, where looks change something, and where a resumed job does not go on to the bit."""
+    """Return where ranks differ, where looks change something, and where a resumed job does not continue to the bit."""
     first, *others = watched = run(size, functools.partial(train, job))
     broken = []
     for rank, other in enumerate(others, start=1):

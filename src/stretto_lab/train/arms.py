@@ -113,7 +113,7 @@ class Arm:
 
     @property
     def sends_changes(self) -> bool:
-        """Whether it publishes parameters in a format of their own; see `Ledger.sends_changes`."""
+        """Whether it publishes parameters in a their own format; see `Ledger.sends_changes`."""
         return self.is_ours and ledger_of(self.strategy()).sends_changes
 
     def strategy(self) -> Strategy:
@@ -131,7 +131,7 @@ class Arm:
 
     @property
     def resolved(self) -> str:
-        """The text that says the same with every option of the strategy in it; what is None and a seed are left out."""
+        """The text that says the same with every option of the strategy in it; what is None and a seed are skipped."""
         record = self.strategy() if self.is_ours else options_of(peer_of(self.name))(**self.options)
         own = field_types(record.__class__)
         values = {name: getattr(record, name) for name in own}

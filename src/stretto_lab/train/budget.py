@@ -3,7 +3,7 @@
 A budget of samples counts those at their first use, behind committed updates, of all ranks: an echo is free. Where
 every update has the same number of them, the last update is known from the beginning, as with a budget of updates.
 Under a `Clock`, or with an echo, it shows: the run ends with the first update at or beyond the budget, and strategies
-that overlap commit one more, with what was computed while that update was under way.
+that overlap commit one more, with what was computed while that update was in progress.
 
 Schedules stretch over the budget. Those of learning rates count *nominal* updates: samples so far, by those of an
 update with the run's `micro_batches` on every rank, all fresh.
@@ -64,7 +64,7 @@ class Budget:
         return self.spent if self.counts_samples else None
 
     def go_on(self, step: int, samples: int | None) -> None:
-        """Go on after so many updates, of so many fresh samples; None where they were not counted."""
+        """Continue after so many updates, of so many fresh samples; None where they were not counted."""
         self.spent = samples if self.counts_samples and samples is not None else step * self.nominal
         if self._paced is not None:
             self._paced.turn_to(self.spent // self.nominal)

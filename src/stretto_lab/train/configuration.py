@@ -108,7 +108,7 @@ class Job(Training[TaskT]):
     """Consecutive workers that hold one model together, cut by FSDP2; the strategy trains across such nodes. 1 lets
     every worker hold a whole model. See the page sharded."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model lives; auto takes CUDA where every local worker finds a device of its own."""
+    """Where the model lives; auto takes CUDA where every local worker finds its own device."""
     updates: int | None = None
     """Updates after which the run ends; 240 if nothing else ends it. Learning-rate schedules stretch over them."""
     seconds: float | None = None
@@ -213,14 +213,14 @@ class RunConfig(Job[TaskT]):
     """Folder of the run, instead of a new one in runs/; configuration, records, TensorBoard events and
     checkpoints."""
     strikes: int | None = 3
-    """Once damage was attributed to the same rank or link in this many updates, the job goes on without it; None for
+    """Once damage was attributed to the same rank or link in this many updates, the job continues without it; None for
     no limit."""
     restarts: int = 3
-    """Times that local workers go on from the last checkpoint after damage that cannot be repaired, or that came too
+    """Times that local workers continue from the last checkpoint after damage that cannot be repaired, or that came too
     often, without those it is attributed to; 0 for none."""
     survive: bool = False
-    """Go on when a local worker dies, from the memories of the others, and start a new one in its place; `restarts`
-    times at most. See the page survive."""
+    """Continue when a local worker dies, from the memories of the others, and start a new worker to replace it;
+    `restarts` times at most. See the page survive."""
     faults: tuple[Fault, ...] = ()
     """Damage done on purpose, to rehearse: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3, or
     with rank=all; see the page guards."""
@@ -275,7 +275,7 @@ class CompareConfig(Job[TaskT]):
     repeats: int = 1
     """Times that every arm runs; one round of all arms after the other, and the seed grows by one each time."""
     out: str = "runs/comparison"
-    """Folder for compare.json; it is written anew after every run."""
+    """Folder for compare.json; it is written again after every run."""
     faults: tuple[Fault, ...] = ()
     """Damage done on purpose in every run: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3, or
     with rank=all; see the page guards."""

@@ -18,7 +18,7 @@ from stretto_lab.train.workers import RankInfo, host_store, run_workers
 T = TypeVar("T")
 
 STEADY_AFTER = 3
-"""First updates that the measured rate of a run leaves out: memory is new, and overlapping only begins."""
+"""First updates that the measured rate of a run skips: memory is new, and overlapping only begins."""
 
 
 class Ranks(Protocol):
@@ -40,7 +40,7 @@ class Ranks(Protocol):
         ...
 
     def without(self, ranks: Collection[int]) -> "Ranks | None":
-        """Return all ranks but these, numbered anew; None where this process did not start the others."""
+        """Return all ranks but these, numbered again; None where this process did not start the others."""
         ...
 
     def call(self, function: Callable[..., T], *args: Any) -> list[T]:
@@ -82,7 +82,7 @@ class LocalRanks:
         return self._workers
 
     def without(self, ranks: Collection[int]) -> Self:
-        """Return all ranks but these, numbered anew; those that stay keep their devices."""
+        """Return all ranks but these, numbered again; those that stay keep their devices."""
         remaining = copy.copy(self)
         remaining._devices = tuple(device for rank, device in enumerate(self._devices) if rank not in ranks)
         return remaining
@@ -169,7 +169,7 @@ def train(
     Args:
         ranks: All ranks of the run.
         run: What to train.
-        warmup_updates: First updates that the outcome's rate leaves out.
+        warmup_updates: First updates that the outcome's rate skips.
         shows_progress: Whether rank 0 shows the run as it goes.
         is_passing: Whether it is one of many, of which nothing stays on the screen.
 

@@ -57,7 +57,7 @@ class Stopwatch:
     """Measures training time: it runs from the start, but not in blocks in which it is held.
 
     Args:
-        before: Seconds of training before the checkpoint that the run goes on from.
+        before: Seconds of training before the checkpoint that the run continues from.
         now: The clock, in seconds; a virtual cluster has its own.
     """
 

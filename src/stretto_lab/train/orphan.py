@@ -1,6 +1,6 @@
 """Imported by the server that processes are forked from, before anything else: it ends with the command.
 
-The server would notice by itself, but only behind its imports, which take seconds. Linux alone can do better.
+The server would notice alone, but only behind its imports, which take seconds. Linux alone can do better.
 """
 
 import signal

@@ -44,7 +44,7 @@ class Outcome:
     """The outcome of a run on one rank; times and bytes are that rank's own."""
 
     updates: int
-    """Committed updates, with those before the checkpoint that the run went on from."""
+    """Committed updates, with those before the checkpoint that the run continued from."""
     samples: int
     """Samples of the updates made here, over all ranks."""
     fresh_samples: int
@@ -86,7 +86,7 @@ class Outcome:
     sample: str | None
     """Text that the model generated at the end; language models only."""
     resumed_from: int = 0
-    """Committed updates of the checkpoint that the run went on from; 0 for a new run."""
+    """Committed updates of the checkpoint that the run continued from; 0 for a new run."""
     seconds_before: float = 0.0
     """Part of `training_seconds` up to that checkpoint."""
     faults_struck: int = 0
@@ -97,7 +97,7 @@ class Totals:
     """Adds up the updates made here, and keeps all evaluations.
 
     Args:
-        warmup_updates: First updates that the rate leaves out.
+        warmup_updates: First updates that the rate skips.
         baseline_bytes: Peak resident memory of the process before the model was wrapped.
     """
 

@@ -195,7 +195,7 @@ def _run(body: Callable[..., None], pipe: Connection, args: tuple[Any, ...]) -> 
 
 
 class Stops:
-    """Whether a stop signal has come to this process, which goes on: who asks now and then can land and save."""
+    """Whether a stop signal has come to this process, which continues: who asks now and then can land and save."""
 
     def __init__(self) -> None:
         self.has_come = False
@@ -216,7 +216,7 @@ def _unhandled() -> list[signal.Signals]:
 
 
 def exit_by(number: int, frame: FrameType | None) -> None:
-    """Handle a stop signal in a command: what is under way is undone, and the exit code says which signal came.
+    """Handle a stop signal in a command: what is in progress is undone, and the exit code says which signal came.
 
     Raises:
         SystemExit: Always.

@@ -1,4 +1,4 @@
-"""What a run's folder keeps of workers that were left out because of damage: a line of `quarantine.jsonl` each time."""
+"""Records in a run's folder of workers that were excluded because of damage: a line of `quarantine.jsonl` each time."""
 
 import platform
 from collections.abc import Collection, Sequence
@@ -28,8 +28,8 @@ def note_damage(
         cause: In words.
         damages: What workers have raised, one at least.
         world_size: How many workers there were.
-        left_out: Those that the others go on without.
-        goes_on_with: How many go on; None where nobody does.
+        left_out: Ranks without which the others continue.
+        goes_on_with: The number of ranks that continue; None if none does.
         begins_at: The name of the checkpoint from which they do, or `memory`; None is the beginning.
     """
     found = dict.fromkeys(incident for damage in damages for incident in damage.incidents)

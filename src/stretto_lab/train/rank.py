@@ -74,7 +74,7 @@ class RankContext:
     term: Term | None = None
     """Of a job that survives the loss of ranks."""
     total: int | None = None
-    """Micro-batches of all ranks together in an update of such a job, so that the batch stays as it is; None under a
+    """Micro-batches of all ranks together in an update of such a job, so that the batch stays unchanged; None under a
     clock."""
     losses: dict[int, float] | None = None
     """Held-out losses by update, where ranks share a process: all would compute the same of the same parameters."""
@@ -97,7 +97,7 @@ def train_rank(
     Args:
         info: Which rank this is.
         run: What to train.
-        warmup_updates: First updates that the outcome's rate leaves out.
+        warmup_updates: First updates that the outcome's rate skips.
         shows_progress: Whether rank 0 shows the run as it goes.
         is_passing: Whether it is one of many; see `Header`.
 
@@ -287,7 +287,7 @@ def _begin_together(context: RankContext) -> None:
 
     A broadcast lets its root go as soon as the buffers of its sockets have taken the last megabyte. On a slow link the
     others arrive seconds later. Without this, the first exchange would wait for them within the training time: of one
-    strategy in the first update, which rates leave out, and of another one later.
+    strategy in the first update, which rates skip, and of another later.
     """
     here = torch.ones((), device=context.device)
     context.whole.allreduce([here]).wait()

@@ -1,4 +1,4 @@
-"""Local workers that are replaced: one dies, the others go on, and a new process is started in its place."""
+"""Local workers that are replaced: one dies, the others continue, and a new process replaces it."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from stretto_lab.train.workers import RankInfo, announce, work
 
 T = TypeVar("T")
 Damaged = Callable[[int, CorruptionError, int], None]
-"""Is told of a worker by its number, of what it has raised, and of how many go on."""
+"""Is told of a worker by its number, of what it has raised, and of how many continue."""
 
 
 def run_replaced(
@@ -30,7 +30,7 @@ def run_replaced(
         infos: All ranks, on this machine.
         restarts: How many processes are started in the places of others.
         log: Called with one line of text at every death.
-        damaged: Called where a worker is left out because of damage.
+        damaged: Called when a worker is excluded because of damage.
         args: The same for every rank.
 
     Returns:
@@ -48,7 +48,7 @@ def run_replaced(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Left:
-    """What a function returns on a worker that the others go on without."""
+    """The result of a function on a worker without which the others continue."""
 
     why: str
 
@@ -111,7 +111,7 @@ class _Replaced:
             self._results[seat] = report
 
     def _lose(self, seat: int, info: RankInfo, why: str) -> None:
-        """Start a worker in the place of one that is lost, if there are any left."""
+        """Start a worker to replace a lost worker, if there are any left."""
         replaces = self._restarts > 0
         what = f"worker {self._seats} replaces it" if replaces else "no further worker is started"
         self._log(f"worker {seat} is lost ({why}): {len(self._running)} continue; {what}")

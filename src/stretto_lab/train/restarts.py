@@ -1,4 +1,4 @@
-"""Restarts: a run that damage has ended goes on from its last checkpoint, without the ranks that caused it.
+"""Restarts: a run that damage has ended continues from its last checkpoint, without the ranks that caused it.
 
 A checkpoint of a guarded run is free of damage that guards can see: they check what is saved, and a checkpoint is
 compared with its checksums when it is read.
@@ -21,7 +21,7 @@ from stretto_lab.train.state import checkpoints_of
 
 
 def train_on(ranks: Ranks, run: RunConfig[TaskT], log: Callable[[str], None]) -> Outcome:
-    """Train `run`, and after damage go on from its last checkpoint, `run.restarts` times at most.
+    """Train `run`, and after damage continue from its last checkpoint, `run.restarts` times at most.
 
     Args:
         ranks: All ranks of the first attempt.

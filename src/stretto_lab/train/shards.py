@@ -24,7 +24,7 @@ def placed(task: Task, job: Job[TaskT], device: torch.device, term: Term | None 
     and the rest of the model. All ranks of the default group, or of the term, must call.
 
     Args:
-        task: Not yet trained; its optimizer gets the shards in the place of the parameters.
+        task: Not yet trained; its optimizer gets the shards instead of the parameters.
         job: Says how many ranks hold one model.
         device: Of this rank.
         term: Of a job that survives the loss of ranks.

@@ -1,4 +1,4 @@
-"""What a run reads, and what it saves beside model and optimizer to go on from there."""
+"""What a run reads, and what it saves beside model and optimizer to continue from there."""
 
 import contextlib
 import dataclasses

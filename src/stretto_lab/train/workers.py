@@ -125,7 +125,7 @@ def joined_group(info: RankInfo, link: Link, device: torch.device, timeout_secon
 
 
 def store_of(info: RankInfo, timeout: timedelta) -> PrefixStore:
-    """Return the store at which the ranks of a job meet, with a prefix of its own."""
+    """Return the store at which the ranks of a job meet, with its own prefix."""
     store = TCPStore(info.host, info.port, is_master=False, timeout=timeout)
     return PrefixStore(f"stretto/{info.store_prefix}", store)
 
@@ -143,7 +143,7 @@ def local_workers(chosen: int | None, kind: DeviceKind) -> int:
 
 
 def device_of(kind: DeviceKind, local_rank: int, local_world_size: int) -> torch.device:
-    """Return a rank's device; auto takes CUDA where every local rank finds a device of its own.
+    """Return a rank's device; auto takes CUDA where every local rank finds its own device.
 
     Raises:
         ConfigError: There is no CUDA device, or fewer than local ranks: NCCL wants one for each.
@@ -268,7 +268,7 @@ def announce(info: RankInfo, how: str) -> None:
 
 
 def _describe(failures: Mapping[int, Failure], num_workers: int, world_size: int) -> str:
-    """Return the message: the first failure that is not the consequence of another one, then the others."""
+    """Return the message: the first failure that is not the consequence of another, then the others."""
     causes = {rank: failure for rank, failure in failures.items() if not failure.is_consequence} or failures
     rank, cause = next(iter(causes.items()))
     all_ranks = f"{world_size} local workers" if num_workers == world_size else str(world_size)

@@ -80,7 +80,7 @@ class Schedule:
 
     Args:
         seed: Decides among tasks that are ready at the same instant.
-        deadlock: Returns the error to raise when no task can go on.
+        deadlock: Returns the error to raise when no task can continue.
     """
 
     def __init__(self, seed: int, deadlock: Callable[[], Exception]) -> None:
@@ -118,7 +118,7 @@ class Schedule:
         return task
 
     def run(self) -> None:
-        """Hand out the baton until every task has ended; called by a thread that is none of them."""
+        """Give out the baton until every task has ended; called by a thread that is none of them."""
         self._choose_processor()
         try:
             self._give(self._take_next())
@@ -140,7 +140,7 @@ class Schedule:
     # What the current task calls
 
     def sleep_until(self, at_ns: int) -> None:
-        """Let time pass for the current task until `at_ns`, if that lies ahead."""
+        """Let time pass for the current task until `at_ns`, if that is ahead."""
         if at_ns <= self.now_ns:
             return
         if self.failure is None and (not self._ready or self._ready[0][0] > at_ns):
@@ -150,12 +150,12 @@ class Schedule:
         self._pass_on()
 
     def hold(self, rank: int, until_ns: int) -> None:
-        """Let no task of a rank have a turn before `until_ns`; called by one of them, which goes on then."""
+        """Let no task of a rank have a turn before `until_ns`; called by one of them, which continues then."""
         self._held[rank] = until_ns
         self.sleep_until(until_ns)
 
     def park(self, waits_for: object) -> None:
-        """Let the current task wait until another one wakes it.
+        """Let the current task wait until another wakes it.
 
         Args:
             waits_for: What for; its text is taken only for a message.
@@ -204,7 +204,7 @@ class Schedule:
             self._give(self._take_next())
 
     def _pass_on(self) -> None:
-        """Hand the baton on, and go on when it comes back.
+        """Hand the baton on, and continue when it comes back.
 
         Raises:
             BaseException: The run has failed, or this lane is not needed any more.

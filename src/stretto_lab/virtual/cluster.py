@@ -79,7 +79,7 @@ class VirtualCluster:
 
         Raises:
             CollectivesDisagree: Ranks called different collectives; says what each rank does.
-            Deadlock: No rank can go on; says what each rank does.
+            Deadlock: No rank can continue; says what each rank does.
             BaseException: The first error of a rank's program. A note says how to run the same again.
         """
         run = _Run(self, program)

@@ -150,7 +150,7 @@ class CollectiveMatcher:
         return rendezvous
 
     def wait(self, rank: int, rendezvous: Rendezvous) -> None:
-        """Let the current task, which is one of `rank`, go on when the collective is over.
+        """Let the current task, which is one of `rank`, continue when the collective is over.
 
         Raises:
             CommunicationError: The run has failed.

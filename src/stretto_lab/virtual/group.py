@@ -43,7 +43,7 @@ class VirtualGroup(CollectiveGroup):
         return self._time.schedule.now_ns
 
     def charge(self, work: Work, elements: int = 0) -> None:
-        """Let a piece of work take the time that the compute model says; `DataParallel` does this by itself."""
+        """Let a piece of work take the time that the compute model says; `DataParallel` does this alone."""
         self._time.charge(work, elements)
 
     def charge_ns(self, duration_ns: int) -> None:
@@ -51,7 +51,7 @@ class VirtualGroup(CollectiveGroup):
         self._time.charge_ns("program", duration_ns)
 
     def wait_until(self, at_ns: int) -> None:
-        """Let this rank be idle until `at_ns`, if that lies ahead.
+        """Let this rank be idle until `at_ns`, if that is ahead.
 
         Raises:
             OutOfTurn: The caller is a thread that takes no turns: none of the rank's own.

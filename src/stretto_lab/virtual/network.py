@@ -1,6 +1,6 @@
 """The network's model: how long what every rank sends needs to arrive.
 
-Every rank has a full-duplex link of its own, and ranks may share uplinks. A link carries one transmission after the
+Every rank has its own full-duplex link, and ranks may share uplinks. A link carries one transmission after the
 other, in the order in which collectives begin. A collective begins when its last rank has entered it, and is over on
 all ranks when its last byte has arrived:
 
@@ -47,7 +47,7 @@ class Uplink:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Outage:
-    """A time in which a rank's link carries nothing; an interrupted transmission goes on afterwards."""
+    """A time in which a rank's link carries nothing; an interrupted transmission continues afterwards."""
 
     rank: int
     start_ns: int

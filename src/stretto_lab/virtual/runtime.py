@@ -1,6 +1,6 @@
 """What a rank's work costs in virtual time, and the runtime on which its communication lane works.
 
-A lane is a task of its own, beside the rank's program: both pass virtual time at once, as on a machine that computes
+A lane is its own task, beside the rank's program: both pass virtual time at once, as on a machine that computes
 and communicates at once.
 """
 
@@ -40,7 +40,7 @@ class Compute:
     preview_factor: float = 1.0
     """Cost of a preview, in optimizer steps. A preview steps copies; on CPUs that took 1.5 to 2.8 steps."""
     slowness: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    """Factor on all work of a rank, by rank; ranks that are left out have 1."""
+    """Factor on all work of a rank, by rank; ranks that are skipped have 1."""
     jitter: float = 0.0
     """Each piece of work costs up to this share more or less: a uniform draw that the cluster's seed decides."""
 
@@ -72,7 +72,7 @@ def parse_slowness(text: str) -> dict[int, float]:
 class RankTime:
     """The virtual time of one rank: the run's clock, and what the rank's work costs on it.
 
-    Every kind of work draws its jitter from a stream of its own. So the order in which a rank's lane and program have
+    Every kind of work draws its jitter from its own stream. So the order in which a rank's lane and program have
     their turns changes no cost.
 
     Args:
@@ -91,7 +91,7 @@ class RankTime:
         self._seed = seed
         self._streams: dict[Work, np.random.Generator] = {}
         self._begun: tuple[int, int] | None = None
-        """When the micro-batch under way began, and what it costs, if its backward pass is followed closely."""
+        """When the micro-batch in progress began, and what it costs, if its backward pass is followed closely."""
 
     def charge(self, work: Work, elements: int) -> None:
         """Let a piece of work take the time that the compute model says.
@@ -107,7 +107,7 @@ class RankTime:
         self._be_busy(work, start_ns, start_ns + cost_ns)
 
     def pass_backward(self, share: float) -> None:
-        """Let a micro-batch go on to where `share` of its backward pass is over; `charge` lets it end."""
+        """Let a micro-batch continue to where `share` of its backward pass is over; `charge` lets it end."""
         if self._begun is None:
             self._begun = self.schedule.now_ns, self._cost_ns("micro-batch", 0)
         start_ns, cost_ns = self._begun
@@ -172,7 +172,7 @@ class VirtualRuntime(Runtime):
         return HostTimer(self.now)
 
     def keep_pace(self) -> None:
-        """Do nothing: a program goes on when its work is done."""
+        """Do nothing: a program continues when its work is done."""
 
     def charge(self, work: Work, elements: int = 0) -> None:
         self._time.charge(work, elements)

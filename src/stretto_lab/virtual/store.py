@@ -31,7 +31,7 @@ class VirtualStore(Generic[Batch]):
     Args:
         loader: This rank's batches, which take no time themselves.
         group: The group of the rank that reads and waits.
-        durations: Seconds of one read after the other, without end; a later pass goes on where the last one ended.
+        durations: Seconds of one read after the other, without end; a later pass continues where the last one ended.
     """
 
     def __init__(self, loader: Iterable[Batch], group: VirtualGroup, durations: Iterable[float]) -> None:
@@ -132,7 +132,7 @@ class VirtualReader(Reader):
         self._is_closed = True
 
     def join(self) -> None:
-        """No read is ever under way: each is over in real time when it begins."""
+        """No read is ever in progress: each is over in real time when it begins."""
 
     def _begin(self) -> None:
         """Begin the next read, unless nothing comes any more."""
