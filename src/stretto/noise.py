@@ -85,7 +85,7 @@ class Noise:
             )
 
     def going_on(self, left_out: Collection[int]) -> "Noise":
-        """Return the noise for a run that continues in new processes without some ranks; the others have new numbers."""
+        """Return the noise for a run that continues without some ranks; the others have new numbers."""
         if self.ranks is None:
             return self
         stay = [rank - sum(other < rank for other in left_out) for rank in self.ranks if rank not in left_out]

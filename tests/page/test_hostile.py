@@ -111,11 +111,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty updates": (lambda run: (run / "updates.jsonl").write_text(""), "no update is recorded"),
     "a damaged line": (
         lambda run: (run / "updates.jsonl").write_text('{"step": 1}\n\x00\x01\n[]\n{"step": 4}\n'),
-        "updates.jsonl: 2 damaged lines are left out (2, 3)",
+        "updates.jsonl: 2 damaged lines are skipped (2, 3)",
     ),
     "deep nesting": (
         lambda run: (run / "updates.jsonl").write_text("[" * 100_000 + "\n"),
-        "updates.jsonl: 1 damaged line is left out (1)",
+        "updates.jsonl: 1 damaged line is skipped (1)",
     ),
     "a folder for a file": (
         lambda run: ((run / "updates.jsonl").unlink(), (run / "updates.jsonl").mkdir()),
@@ -123,7 +123,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a damaged strike": (
         lambda run: ((run / "strikes").mkdir(), (run / "strikes" / "rank-1.jsonl").write_text("{}\nx\n")),
-        "strikes/rank-1.jsonl: 1 damaged line is left out (2)",
+        "strikes/rank-1.jsonl: 1 damaged line is skipped (2)",
     ),
     "half a configuration": (
         lambda run: (run / "config.json").write_text('{"strategy": "zer'),

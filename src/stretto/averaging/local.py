@@ -80,7 +80,7 @@ class Trip:
 
 
 class LocalReplica(Replica):
-    """One rank's replica among others that step with gradients of their own.
+    """One rank's replica among others that step with their own gradients.
 
     Args are those of `Replica`, and:
         worker: The ranks that step this replica alike.
@@ -406,11 +406,11 @@ class LocalReplica(Replica):
         return self._mean.consensus(self._weights.share(report), self._weights.share_of_state(report))
 
     def wait_for_transfers(self) -> None:
-        """Wait until the fragment that is under way has arrived; it lands when it is due."""
+        """Wait until the fragment that is in progress has arrived; it lands when it is due."""
         self._arrive()
 
     def begin_again(self) -> None:
-        """Take the present masters, alike on all ranks, for an average and for the anchor; nothing is under way."""
+        """Take the present masters, alike on all ranks, for an average and for the anchor; nothing is in progress."""
         self._arrive()
         self._arrived = None
         self._since = self._nothing_yet()
@@ -444,7 +444,7 @@ class LocalReplica(Replica):
         return {"replica": replica}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put a replica in the place of this rank's, if the state holds one: other kinds save counts alone."""
+        """Put a replica instead of this rank's, if the state holds one: other kinds save counts alone."""
         if "replica" not in state:
             return
         replica = state["replica"]
@@ -461,7 +461,7 @@ class LocalReplica(Replica):
         self.agreement.resume(apart if outer["is_apart"] else Alike.UNITED, since["rounds"], states=False)
 
     def _at_rest(self) -> Iterator[tuple[int, Fragment]]:
-        """Yield the fragments of outer steps that are not under way."""
+        """Yield the fragments of outer steps that are not in progress."""
         for index, fragment in enumerate(self.fragments):
             is_away = self._under_way is not None and index == self._last_left
             if isinstance(fragment, Fragment) and not is_away:

@@ -514,7 +514,7 @@ class ComputeLane:
         return not self.course.is_under_way and self._opening is None
 
     def drop(self) -> bool:
-        """Drop what has been counted for the next update; return False, and drop nothing, if some is handed over."""
+        """Drop what has been counted for the next update; return False, and drop nothing, if some is submitted."""
         if self.course.place or self.has_round_ready:
             return False
         self.accumulation.restart()
@@ -528,11 +528,12 @@ class ComputeLane:
         self.lifetime.retire()
 
     def check_alike(self, what: str) -> None:
-        """Raise `OutOfTurn` if a round is in flight that other ranks may not have handed over, under a `Clock`."""
+        """Raise `OutOfTurn` if a round is in flight that other ranks may not have submitted, under a `Clock`."""
         if self.course.is_under_way and not self.quota.is_fixed:
             raise OutOfTurn(
-                f"{self.where}: {what} while a round is in flight, under a Clock: other ranks may have handed over "
-                "fewer rounds; do it right after an Update was returned, before the next forward pass"
+                f"{self.where}: {what} while a round is in flight, under a Clock: other ranks may have "
+                "counted fewer rounds; call it right after an Update was returned, before the next forward "
+                "pass"
             )
 
     def check_between_updates(self, what: str) -> None:
@@ -544,8 +545,8 @@ class ComputeLane:
         )
         if started or not self.is_lane_idle or not self.course.at_boundary:
             raise OutOfTurn(
-                f"{self.where}: {what} in the middle of an update: do it right after an Update was returned, "
-                "before training, or after finish()"
+                f"{self.where}: {what} in the middle of an update: call it right after an Update was "
+                "returned, before training, or after finish()"
             )
 
     @contextmanager
@@ -611,7 +612,7 @@ class ComputeLane:
             self._opening = Arrived(self._opening.result())
 
     def reduce_ahead(self) -> Reduction:
-        """Exchange now the gradients of the round that takes off next, for a checkpoint and for it; all must call."""
+        """Exchange now the gradients of the round that starts next, for a checkpoint and for it; all must call."""
         ready = self.close_round()
         if ready.reduction is not None:
             return ready.reduction
@@ -639,7 +640,7 @@ class ComputeLane:
         self._ready = dataclasses.replace(self.close_round(), statistics=statistics)
 
     def begin_again(self, steps: int, round_index: int) -> None:
-        """Go on after so many updates and rounds, whose state is in place; drop what was accumulated.
+        """Continue after so many updates and rounds, whose state is in place; drop what was accumulated.
 
         Args:
             steps: Updates that are committed.
@@ -661,7 +662,7 @@ class ComputeLane:
     def began_again(self) -> None:
         """Begin with what the job holds now, once all of a checkpoint's state is in its place; all ranks must call.
 
-        Until training goes on, the committed parameters are shown.
+        Until training continues, the committed parameters are shown.
         """
         self.replica.models_show(self.model.parameters)
         statistics = self.statistics

@@ -82,7 +82,7 @@ class UserModel:
         self._keys = {original_name(key): key for key in model.state_dict()}
         self._settled_until_training = False
         self._committed: Sequence[Tensor] | None = None
-        """What `settle` has shown in the place of something else."""
+        """What `settle` has shown instead of something else."""
         self._is_warned = False
         self.remember()
 
@@ -223,7 +223,7 @@ class UserModel:
 
     @property
     def trained_buffers(self) -> list[Buffer]:
-        """Copies of the buffers with which training goes on, also while others are shown."""
+        """Copies of the buffers with which training continues, also while others are shown."""
         shown = self.statistics.copies
         if self.held_back is None:
             return shown
@@ -261,8 +261,9 @@ class UserModel:
         if self.shown == "estimate" and not self._is_warned:
             self._is_warned = True
             _log.warning(
-                "%s: a forward pass in eval() while the model shows an estimate: evaluate the committed parameters by "
-                "parallel.evaluate(function), on all ranks, or inside `with parallel.settled():`",
+                "%s: a forward pass in eval() while the model shows an estimate: evaluate the committed "
+                "parameters with parallel.evaluate(function) on all ranks, or inside `with "
+                "parallel.settled():`",
                 where,
             )
 
@@ -277,7 +278,7 @@ class UserModel:
             OutOfTurn: It is settled for a block that has not ended.
         """
         if not self._settled_until_training:
-            raise OutOfTurn(f"{where}: training inside settled(): leave its block first")
+            raise OutOfTurn(f"{where}: training inside settled(): end its block first")
         self._settled_until_training = False
         self.show_again()
 

@@ -350,7 +350,7 @@ class Replica:
         return self.sharded
 
     def wait_for_transfers(self) -> None:
-        """Wait for what travels beside the rounds, if anything does, so that the group is free for other messages."""
+        """Wait for what is sent beside the rounds, if anything does, so that the group is free for other messages."""
 
     def begin_again(self) -> None:
         """Declare the present masters, equal on all ranks, to be what ranks agree on."""

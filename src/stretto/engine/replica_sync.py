@@ -13,7 +13,7 @@ class Alike(Enum):
     DRIFTING = "drifting"
     """Each rank has stepped, or may have, on its own since then."""
     APART = "apart"
-    """A fragment is under way, or ranks have kept a part of their own as one landed."""
+    """A fragment is in progress, or ranks have kept a their own part as one landed."""
 
 
 class Agreement:
@@ -56,7 +56,7 @@ class Agreement:
 
         Args:
             is_whole: Whether it was all there is, and nobody kept a part: then all ranks hold the same again.
-            states: Whether the optimizer's state has become the same, too; None leaves that as it was.
+            states: Whether the optimizer's state has become the same, too; None leaves that unchanged.
         """
         self.unite(states=states)
         if not is_whole:
@@ -66,13 +66,13 @@ class Agreement:
         """All replicas have become the same.
 
         Args:
-            states: Whether the optimizer's state has, too; None leaves that as it was.
+            states: Whether the optimizer's state has, too; None leaves that unchanged.
             is_shown: Whether models show it.
         """
         self.state, self.gap = Alike.UNITED if is_shown else Alike.AHEAD, 0
         self.states_are_alike = self.states_are_alike if states is None else states
 
     def resume(self, state: Alike, gap: int, *, states: bool | None = None) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         self.unite(states=states)
         self.state, self.gap = state, gap

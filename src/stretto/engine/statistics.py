@@ -24,7 +24,7 @@ Note [Buffers that are written at rest]
     end, they agree on the mean. Where ranks step alone, and have not met since, the mean is of what they hold anyway.
 
     Under strategies that overlap, what is written after a round was closed is in the snapshot of the next one, and
-    what ranks agree on in between lacks it. So the lane keeps what buffers were when the last round took off.
+    what ranks agree on in between lacks it. So the lane keeps what buffers were when the last round started.
 """
 
 import functools
@@ -86,7 +86,7 @@ class Statistics:
         self._told: set[int] = set()
         """Those that a warning has named."""
         self._late: tuple[list[Buffer], list[Buffer]] | None = None
-        """Of the last round that took off: its snapshot, and the buffers right then."""
+        """Of the last round that started: its snapshot, and the buffers right then."""
         self._met: tuple[int, list[Buffer]] | None = None
         """The round before which ranks last agreed at rest, and the buffers that this rank had then."""
 
@@ -177,7 +177,7 @@ class Statistics:
     # At rest
 
     def took_off(self, snapshot: list[Buffer]) -> None:
-        """A round with this snapshot takes off; what was written since is in the next one."""
+        """A round with this snapshot starts; what was written since is in the next one."""
         self._late = snapshot, self.copies
 
     def go_back(self, right: Collection[str]) -> None:
@@ -207,7 +207,7 @@ class Statistics:
         return self.agreed if snapshot is None else snapshot
 
     def with_late_writes(self, agreed: Sequence[Buffer]) -> list[Buffer]:
-        """Return what ranks agree on, with what was written too late for the round that took off last."""
+        """Return what ranks agree on, with what was written too late for the round that started last."""
         return list(agreed) if self._late is None else as_written(*self._late, agreed)
 
     def written_since(self, snapshot: Sequence[Buffer], own: Sequence[Buffer]) -> dict[str, Buffer]:

@@ -84,7 +84,7 @@ class ErrorFeedback:
 
     @property
     def given(self) -> list[Tensor]:
-        """Copies of the contribution to the round in progress, without errors, one per flat set, until it is settled."""
+        """Copies of the contribution to the round in progress, without errors, by flat set, until it is settled."""
         given = [sent - owed for sent, owed in zip(self._sent, self.owed, strict=True)]
         for slot in self._layout.slots:
             if not self._used[slot.index]:

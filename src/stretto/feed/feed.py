@@ -1,4 +1,4 @@
-"""Hands out batches to the user's loop, each once, until all ranks come to the same end.
+"""Gives out batches to the user's loop, each once, until all ranks come to the same end.
 
 Note [The end of the data]
     Ranks learn from the round reports that one of them has no more data. A loader with a length is asked once more
@@ -55,7 +55,7 @@ class Pass:
     """How many batches the loader says that it has."""
     until: Until
     position: int = 0
-    """Batches handed out since its beginning."""
+    """Batches given out since its beginning."""
     num_fed: int = 0
     """Those of them that no checkpoint lies behind."""
     is_exhausted: bool = False
@@ -77,7 +77,7 @@ class Pass:
     num_counted: int = 0
     """The job's micro-batches when the loop asked last."""
     num_out: int = 0
-    """Batches handed out of which the loop has counted nothing."""
+    """Batches given out of which the loop has counted nothing."""
     per_batch: int = 1
     """Micro-batches that the loop counted for its last batch."""
     depth: int | None = None
@@ -152,7 +152,7 @@ class Feed:
     def __init__(self, job: Job) -> None:
         self.input = InputStatistics(job.compute.runtime.now)
         self.has_begun = False
-        """Whether batches have ever been handed out here."""
+        """Whether batches have ever been given out here."""
         self._job = job
         self._compute = job.compute
         job.compute.hooks.mark.hold(self, job.compute.let_go)
@@ -168,10 +168,10 @@ class Feed:
         self._landed: list[Update] = []
         """Updates that nobody has been told of."""
         self._pass: Pass | None = None
-        """The one under way, or the last one."""
+        """The one in progress, or the last one."""
         self._is_feeding = False
         self._num_late: int | None = None
-        """Micro-batches that the loop still counts of a pass that has nothing more to hand out; None without one."""
+        """Micro-batches that the loop still counts of a pass that has nothing more to give out; None without one."""
         self._restored: Mapping[str, Any] | None = None
         """What a checkpoint says of the pass it was saved in, until the next pass begins."""
 
@@ -269,7 +269,7 @@ class Feed:
         return update
 
     def close(self) -> None:
-        """End a pass that has nothing more to hand out, if its loop has not: it has counted all, or counts no more."""
+        """End a pass that has nothing more to give out, if its loop has not: it has counted all, or counts no more."""
         current = self._pass
         if self._num_late is None or current is None:
             return
@@ -426,14 +426,14 @@ class Feed:
     # At rest
 
     def state_of(self, loader: Any) -> Any:
-        """Return the state of a loader, for a checkpoint: that behind the batch that was handed out last."""
+        """Return the state of a loader, for a checkpoint: that behind the batch that was given out last."""
         current = self._pass
         if current is not None and current.loader is loader and current.ahead and current.state is not None:
             return current.state
         return loader.state_dict()
 
     def pass_state(self) -> dict[str, Any] | None:
-        """Return where the pass under way is, for a checkpoint with the loader's state; None where there is none.
+        """Return where the pass in progress is, for a checkpoint with the loader's state; None where there is none.
 
         One that was left before its end counts: its rest is not what comes next.
         """
@@ -463,7 +463,7 @@ class Feed:
             self._pass.leave_behind(False)
 
     def end(self) -> None:
-        """Go no further than the updates that are committed; all ranks come here after the same one."""
+        """Go no further than the updates that are committed; all ranks come here after the same."""
         self._last_update = self._compute.course.steps
 
     def rest(self) -> None:

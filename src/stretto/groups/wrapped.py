@@ -1,4 +1,4 @@
-"""Process groups over an inner group: Gloo performs the collectives, a wrapper adds its own actions before and after."""
+"""Process groups over an inner group: Gloo performs the collectives, a wrapper acts before and after."""
 
 from collections.abc import Callable
 from datetime import timedelta

@@ -217,7 +217,7 @@ class ShownValues(RoundWatch):
         )
 
     def _can_replay(self, found: Sequence[Incident]) -> bool:
-        """Return whether the round's micro-batches were kept, and the model holds the installed values, after damage."""
+        """Return whether the micro-batches were kept, and the model holds the installed values, after damage."""
         return self._rounds.kept.is_whole and (not found or self._is_installed())
 
     def _replay(self) -> None:

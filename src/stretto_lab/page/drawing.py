@@ -95,11 +95,11 @@ def _times(runs: Sequence[tuple[str, UpdateTime]]) -> Iterator[str]:
     if not longest > 0:
         return
     yield (
-        "<section><h2>Where an update's time goes</h2><p class=note>An average update of rank 0, without evaluations "
-        "and checkpoints; of a run also without its first updates, which are slower. The upper bar is the rank, the "
-        "lower one its network. Stock methods cannot tell their parts.</p><ul class=legend>"
-        "<li class=compute>computing</li><li class=exposed>waiting for other ranks</li>"
-        "<li class=data>waiting for data</li><li class=lane>network busy</li></ul>"
+        "<section><h2>Where an update's time goes</h2><p class=note>An average update of rank 0, without "
+        "evaluations and checkpoints; of a run also without its first updates, which are slower. The upper "
+        "bar is the rank, the lower bar its network. Stock methods do not report these parts.</p><ul "
+        "class=legend><li class=compute>computing</li><li class=exposed>waiting for other ranks</li><li "
+        "class=data>waiting for data</li><li class=lane>network busy</li></ul>"
     )
     rows = []
     for name, time in runs:

@@ -209,7 +209,7 @@ def _verdict(time: UpdateTime | None) -> dict[str, str]:
             "strategy and wire would wait less"
         )
     else:
-        found = f"the data: {data:.0%} of an update waited for them. stretto diagnose says what would help"
+        found = f"the data: {data:.0%} of an update waited for them. stretto diagnose names a remedy"
     return {"what limited it": found}
 
 
@@ -306,19 +306,19 @@ def _events(path: Path, columns: Mapping[str, Column], gaps: list[str]) -> list[
             found.append((number(one.get("step")), "fault", text))
     for one in read_records(path, "incidents.jsonl", gaps, expected=False):
         ranks, link = ", ".join(map(str, items(one.get("ranks")))), items(one.get("link"))
-        whom = f"rank {ranks}" if ranks else "nobody can be named"
+        whom = f"rank {ranks}" if ranks else "no rank can be named"
         way = f", on the way from rank {link[0]} to rank {link[1]}" if len(link) == 2 else ""
         text = f"{one.get('site')} damaged ({one.get('part')}; {whom}{way}), found by {one.get('guard')}: "
         found.append((number(one.get("step")), "incident", text + str(one.get("action"))))
     for one in read_records(path, "quarantine.jsonl", gaps, expected=False):
         steps = [number(mapping(incident).get("step")) for incident in items(one.get("incidents"))]
         goes_on = one.get("goes_on_with")
-        then = "the run ended" if goes_on is None else f"went on with {goes_on} ranks"
+        then = "the run ended" if goes_on is None else f"continued with {goes_on} ranks"
         left_out = ", ".join(map(str, items(one.get("left_out")))) or "nobody"
-        text = f"{one.get('cause')}; left out: {left_out}; from {one.get('checkpoint')}: {then}"
+        text = f"{one.get('cause')}; without: {left_out}; from {one.get('checkpoint')}: {then}"
         found.append((max(steps, default=np.nan), "restart", text))
     for step, count in zip(columns["step"], columns["skipped_rounds"], strict=True):
         if count > 0:
-            found.append((step, "skipped", f"{count:.0f} rounds were not finite, and left out"))
+            found.append((step, "skipped", f"{count:.0f} rounds were not finite, and skipped"))
     found.sort(key=lambda event: np.nan_to_num(event[0]))
     return [[formatted(step, "{:,.0f}"), kind, text] for step, kind, text in found]
