@@ -311,11 +311,11 @@ class Continuation:
     def _describe(self, reduction: Reduction) -> dict[str, Any]:
         names = [slot.name for slot in self._state.slots]
         records = []
-        for record in reduction.report.records:
+        for record, vote in zip(reduction.report.records, reduction.report.votes, strict=True):
             fields = {
                 field: record[field].item() for field in (*_TOTALS, "norm_squared", "gradient_is_finite")
             }
-            fields["is_exhausted"] = record["vote"].item() == Vote.EXHAUSTED
+            fields["is_exhausted"] = vote == Vote.EXHAUSTED
             fields["used"] = [name for name, flag in zip(names, record["used"], strict=True) if flag]
             records.append(fields)
         buffers = self.job.model.statistics.names

@@ -1,7 +1,8 @@
 """A checkpoint written beside training is that of the moment at which it was asked for, or is told to have failed."""
 
 import resource
-from functools import cache
+from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 
 from stretto import ACCO, DDP, Options, WeightPrediction, checkpoint
+from stretto.checkpoint.background import BackgroundSave, Step
+from stretto.checkpoint.ranks import Ranks
 from stretto.errors import CheckpointError, StrettoError
 from stretto_lab.testing import differing
 from stretto_lab.virtual import VirtualCluster, VirtualGroup
@@ -61,6 +64,32 @@ def test_the_files_are_those_of_a_synchronous_save_and_the_job_is_what_it_would_
         assert (found["was_there"], found["appeared"]) == (False, True)  # in virtual time writing takes none
         whole, beside = found["paths"]
         assert content(whole) == content(beside)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_an_update_beside_which_files_are_written_sends_what_any_other_does(name: str) -> None:
+    """Here writing takes ten micro-batches. Two gathers are all that a save brings: what came of it, on each step."""
+
+    def program(rank: int, group: VirtualGroup, *, saves: bool) -> list[int]:
+        job = Job(STRATEGIES[name], rank, group).train(SAVED_AT)
+        if saves:
+            step = Step("writing", lambda _: group.charge_ns(10 * VirtualCluster(2).compute.micro_batch_ns))
+            job.parallel.job.model.listeners.append(
+                BackgroundSave(job.parallel, Ranks(job.parallel), [step, step], lambda: None)
+            )
+        sent = [job.parallel.sent_bytes]
+        for update in range(SAVED_AT + 1, SAVED_AT + 24):
+            job.train(update)
+            sent.append(job.parallel.sent_bytes)
+        assert not (saves and checkpoint.check(job.parallel))
+        return [after - before for before, after in pairwise(sent)]
+
+    (without, _), (saved, _) = (
+        VirtualCluster(2).run(partial(program, saves=saves)).values for saves in (False, True)
+    )
+    more = [one - other for one, other in zip(saved, without, strict=True)]
+    assert len([bytes_more for bytes_more in more if bytes_more]) == 2, more
+    assert not any(more[:2]), more
 
 
 def test_what_training_has_changed_since_is_not_in_the_files(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ STAGES = list(Stage)
 def go_on(course: Course, after: Stage) -> None:
     """Let the course enter a stage."""
     if after is Stage.ACCUMULATING:
-        course.land(at_boundary=True, steps=course.steps + 1, votes=None)
+        course.land(at_boundary=True, steps=course.steps + 1, met=None)
     else:
         course.enter(after)
 

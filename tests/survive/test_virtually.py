@@ -187,7 +187,7 @@ def test_one_that_comes_ends_a_term_where_a_state_is_kept() -> None:
 @pytest.mark.long(keep=1)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda one: type(one).__name__)
 def test_one_that_leaves_as_it_is_asked_to_costs_no_update(strategy: st.Strategy) -> None:
-    """No state is due. A message a second tells who asks, and the next one is there a second later."""
+    """No state is due. The next round report says that somebody asks, and all keep one when its update lands."""
     for seed in range(3):
         rng = random.Random(seed)
         seconds, asks = rng.choice([0.05, 0.3, 2.0]), rng.randint(1, 6)
@@ -204,7 +204,8 @@ def test_one_that_leaves_as_it_is_asked_to_costs_no_update(strategy: st.Strategy
         first, left = terms_of(lives)
         assert left[0].seats == tuple(seat for seat in range(ranks) if seat != leaver)
         assert left[0].step == max(first[0].counted)
-        assert left[0].step <= asks + max(3, 2.5 / seconds)
+        # Those that step alone hear of it at their next average.
+        assert left[0].step <= asks + (3 if strategy in STRATEGIES[:5] else 8)
         assert len(ends_of(lives)) == ranks - 1
         check_samples([first, left], strategy, case.updates)
 

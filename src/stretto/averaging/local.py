@@ -40,7 +40,7 @@ from stretto.engine.on_device import choose_runtime
 from stretto.engine.options import Options
 from stretto.engine.replica import Flight, Performer, Replica, flight_of
 from stretto.engine.replica_sync import Alike
-from stretto.engine.report import RankReport, RoundReport, Vote
+from stretto.engine.report import Asks, RankReport, RoundReport, Vote
 from stretto.engine.round import Reduction, Round
 from stretto.engine.runtime import Pending
 from stretto.engine.statistics import Statistics, at, average_statistics, moved, newest_at_rest
@@ -120,6 +120,7 @@ class LocalReplica(Replica):
         """How the model's buffers differed from what ranks had agreed on in the last round."""
         self._vote = Vote.GO_ON
         """Of this rank, or of a node of shards, in that round."""
+        self._asks = Asks.NOTHING
         self._known: WorkersRound
         """Of the round whose gradients came last."""
 
@@ -150,7 +151,7 @@ class LocalReplica(Replica):
             exchange.take_account(self.within.exchange)
         else:
             own = completed(own, measured)
-        self._changed, self._vote = own.changed, own.vote
+        self._changed, self._vote, self._asks = own.changed, own.vote, own.asks
         self._known = known = self._worker.look_at(round, own, self.where)
         report, norm_squared = known.report, known.norm_squared
         gradient = ReducedGradient(sums, report.weight, norm_squared, report.used)
@@ -193,6 +194,7 @@ class LocalReplica(Replica):
             dataclasses.replace(
                 round.report(),
                 vote=self._vote,
+                asks=self._asks,
                 changed=changed,
                 round_index=self.progress.round_index,
                 step=self.progress.step,

@@ -2,9 +2,9 @@
 
 Note [At updates]
     A background thread writes and renames; it never communicates, because collectives of two threads could meet in
-    another order on another rank. Ranks compare notes where the job is at rest on all of them: whenever an update has
-    landed, in one small collective. Once all have taken a step of the save, the next one begins. So every rank learns
-    of the end, or of a failure, at the same update. A job that saves nothing in the background has no such collective.
+    another order on another rank. That a rank has taken its step of the save rides in its round report, which travels
+    anyway. Once all have said so, they gather what came of it when that update lands, and the next step begins. So all
+    learn of the end, or of a failure, at the same update, and an update in between has no collective more.
 """
 
 import dataclasses
@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
 
 from stretto.checkpoint.ranks import Ranks, check_job
 from stretto.engine.on_device import choose_runtime
+from stretto.engine.report import Asks
 from stretto.engine.round import Listener
 from stretto.errors import CheckpointError
 from stretto.parallel import DataParallel
@@ -41,26 +41,32 @@ class BackgroundSave(Listener):
     """A save in progress; see Note [At updates].
 
     Args:
-        ranks: Of the job.
-        group: Of the job.
+        parallel: The job.
+        ranks: Its ranks.
         steps: What is still to be done, on all ranks alike.
         abandon: Removes what was written, after a failure.
     """
 
     def __init__(
-        self, ranks: Ranks, group: ProcessGroup, steps: Sequence[Step], abandon: Callable[[], None]
+        self, parallel: DataParallel, ranks: Ranks, steps: Sequence[Step], abandon: Callable[[], None]
     ) -> None:
+        self._course = parallel.job.compute.course
         self._ranks = ranks
         self._abandon = abandon
         self._left = list(steps)
         self._failure: CheckpointError | None = None
         # On a virtual cluster a lane in virtual time, so that runs repeat.
-        self._runtime = choose_runtime(group, torch.device("cpu"), overlaps=True)
+        self._runtime = choose_runtime(parallel.job.everyone.group, torch.device("cpu"), overlaps=True)
         self._begin([])
+
+    def round_closed(self) -> None:
+        """Say in this round whether this rank has taken its step."""
+        if self._left and self._working.done():
+            self._course.asks |= Asks.SAVED
 
     def update_landed(self) -> None:
         """Begin the next step, if all ranks have taken the last one."""
-        if self._left and all(self._ranks.gather("looking after a checkpoint", self._working.done)):
+        if self._left and Asks.SAVED in self._course.asked:
             self._end_step()
 
     def ended(self) -> Sequence[Incident]:
@@ -90,6 +96,7 @@ class BackgroundSave(Listener):
         self._working = self._runtime.spawn(work)
 
     def _end_step(self) -> None:
+        self._course.asks &= ~Asks.SAVED
         try:
             outcomes = self._ranks.collect(self._left.pop(0).doing, self._working.result)
         except CheckpointError as error:

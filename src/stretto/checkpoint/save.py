@@ -93,10 +93,8 @@ def save(
             for listener in parallel.job.model.listeners:
                 listener.committed_is_read()
         if writing.in_background:
-            group = parallel.job.everyone.group
-            parallel.job.model.listeners.append(
-                BackgroundSave(ranks, group, writing.steps(), writing.abandon)
-            )
+            beside = BackgroundSave(parallel, ranks, writing.steps(), writing.abandon)
+            parallel.job.model.listeners.append(beside)
             return writing.path
         outcomes: list[Any] = []
         for step in writing.steps():

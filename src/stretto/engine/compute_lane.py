@@ -32,7 +32,7 @@ from stretto.engine.hooks import Gradients, Hooks
 from stretto.engine.model import UserModel, trains
 from stretto.engine.options import Quota
 from stretto.engine.replica_sync import Alike
-from stretto.engine.report import Vote
+from stretto.engine.report import Asks, RoundReport, Vote
 from stretto.engine.round import Accounts, Landing, Reduction, Round
 from stretto.engine.runtime import Arrived, Pending
 from stretto.engine.statistics import Carried, agreed_at_rest, as_written, at
@@ -79,6 +79,8 @@ class Course:
         """
         self.votes: list[Vote] = []
         """What each rank has said in the last round that landed."""
+        self.asks = self.asked = Asks.NOTHING
+        """What this rank asks in its rounds, and what ranks have asked together in those of the last update."""
         self._is_stopped = False
         """Whether some rank has asked all to end for good."""
         self.stage = Stage.ACCUMULATING
@@ -106,18 +108,21 @@ class Course:
         if stage is Stage.IN_FLIGHT:
             self.place = 0 if self.place == self._last else self.place + 1
 
-    def land(self, *, at_boundary: bool, steps: int, votes: Sequence[Vote] | None) -> None:
+    def land(self, *, at_boundary: bool, steps: int, met: RoundReport | None) -> None:
         """What a round brought is installed.
 
         Args:
             at_boundary: Whether it ended an update.
             steps: Committed updates behind it.
-            votes: Of all ranks; None where they have not met in it.
+            met: What all ranks have said; None where they have not met in it.
         """
         self.enter(Stage.ACCUMULATING)
+        if self.at_boundary:
+            self.asked = Asks.NOTHING
         self.at_boundary, self.steps = at_boundary, steps
-        if votes is not None:
-            self.votes = list(votes)
+        if met is not None:
+            self.votes = met.votes
+            self.asked |= met.asks
 
     @property
     def is_under_way(self) -> bool:
@@ -366,7 +371,11 @@ class ComputeLane:
             self._hyperparameters = read_hyperparameters(self.model.optimizer)
             self._trains = bytes(map(trains, self.model.registered))
         ready = dataclasses.replace(
-            ready, vote=self.course.vote, hyperparameters=self._hyperparameters, trains=self._trains
+            ready,
+            vote=self.course.vote,
+            asks=self.course.asks,
+            hyperparameters=self._hyperparameters,
+            trains=self._trains,
         )
         opening, self._opening = self._opening, None
         self._in_flight = self.runtime.spawn(functools.partial(self.comm.advance, ready, opening))
@@ -427,9 +436,9 @@ class ComputeLane:
             self.accumulation.attach()
         reduction, before = landing.reduction, self.course.steps
         self._skipped_rounds += reduction.skipped
-        votes = reduction.report.votes if reduction.met else None
         steps = self.comm.progress.step
-        self.course.land(at_boundary=landing.at_boundary, steps=steps, votes=votes)
+        met = reduction.report if reduction.met else None
+        self.course.land(at_boundary=landing.at_boundary, steps=steps, met=met)
         if landing.commit is not None and not self._accounts.use_is_known:
             self._accounts.check_used(landing.commit, self.layout, self.where)
         if steps > before:
@@ -619,7 +628,11 @@ class ComputeLane:
         hyperparameters = read_hyperparameters(self.model.optimizer)
         trained = bytes(map(trains, self.model.registered))
         ready = dataclasses.replace(
-            ready, vote=self.course.vote, hyperparameters=hyperparameters, trains=trained
+            ready,
+            vote=self.course.vote,
+            asks=self.course.asks,
+            hyperparameters=hyperparameters,
+            trains=trained,
         )
         reduction = self.runtime.spawn(lambda: self.replica.reduce(ready)).result()
         self.close_round(reduction)

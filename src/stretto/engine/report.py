@@ -9,7 +9,7 @@ import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,16 @@ class Vote(IntEnum):
     """It wants every rank to stop at this round."""
     DRAIN = 4
     """It has left its training loop for good, and only submits what is left."""
+
+
+class Asks(IntFlag):
+    """What a rank asks beside its vote, in the upper bits of the same byte: all hear of it at the same update."""
+
+    NOTHING = 0
+    SAVED = 8
+    """What it writes beside training is written: until all ranks say so, nothing comes of it."""
+    KEEP = 16
+    """All ranks keep a state after this update, if one of them asks: it leaves, or another process waits to come in."""
 
 
 _VOTES = tuple(Vote)
@@ -83,6 +93,7 @@ class RankReport:
     """Whether gradients of this rank changed after their departure, so that all ranks sum them again."""
     buffers_are_finite: bool = True
     """Whether no buffer of the model has got an infinity or a NaN in this round, by a micro-batch of any weight."""
+    asks: Asks = Asks.NOTHING
 
     def places(self, measured: Measured) -> list[Place]:
         """Return where in this record, packed, what was measured belongs."""
@@ -145,8 +156,11 @@ class RoundReport:
         """One byte per parameter slot: used by any rank?"""
         self.changed: list[int] = np.bitwise_or.reduce(records["changed"], axis=0).tolist()
         """Per buffer: the bits of its change on any rank."""
-        self.votes = list(map(_VOTES.__getitem__, records["vote"].tolist()))
+        self.votes = list(map(_VOTES.__getitem__, (records["vote"] & 7).tolist()))
         """What each rank wants, by rank."""
+        by_all, by_any = (int(merge.reduce(records["vote"])) for merge in (np.bitwise_and, np.bitwise_or))
+        self.asks = Asks(by_all & Asks.SAVED | by_any & Asks.KEEP)
+        """What they ask together."""
         self.stepped = bool(records["stepped"].any())
         """Whether any rank stepped in the round of this average."""
         self.settings_agree = bool((records["settings"] == records["settings"][0]).all())
@@ -160,9 +174,10 @@ class RoundReport:
         record = np.zeros(1, record_dtype(len(report.used), len(report.changed)))
         for source in (report.totals, report):
             for field in dataclasses.fields(source):
-                if field.name != "totals":
+                if field.name not in ("totals", "asks"):
                     value = getattr(source, field.name)
                     record[field.name] = list(value) if isinstance(value, bytes) else value
+        record["vote"] = report.vote | report.asks
         return record.tobytes()
 
     @classmethod

@@ -20,7 +20,7 @@ from stretto.engine import misuse
 from stretto.engine.accumulation import Contribution, GradientBuffer
 from stretto.engine.buffers import remain_finite
 from stretto.engine.departure import Departure
-from stretto.engine.report import Measured, RankReport, RoundReport, Vote, settings_text
+from stretto.engine.report import Asks, Measured, RankReport, RoundReport, Vote, settings_text
 from stretto.flat import Layout
 from stretto.optimizer import Hyperparameters, ReducedGradient, learning_rate
 from stretto.records import Incident, Update
@@ -99,6 +99,7 @@ class Round:
     """Those of which all ranks take rank 0's."""
     vote: Vote
     hyperparameters: Hyperparameters
+    asks: Asks = Asks.NOTHING
     trains: bytes = b""
     """By parameter, whether it asked for gradients when the hyperparameters were read; the same on all ranks."""
     reduction: "Reduction | None" = None
@@ -160,6 +161,7 @@ class Round:
             gradient_is_finite=True,
             norm_squared=0.0,
             vote=self.vote,
+            asks=self.asks,
             settings=zlib.crc32(settings_text(self.hyperparameters).encode() + self.trains),
             used=bytes(self.contribution.used),
             changed=bytes(len(self.statistics)),

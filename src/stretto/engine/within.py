@@ -112,6 +112,7 @@ class Within:
             gradient_is_finite=bool(every["gradient_is_finite"].all()),
             norm_squared=report.norm_squared(replicated=False),
             vote=max(report.votes),
+            asks=report.asks,
             used=report.used,
             changed=bytes(report.changed),
             torn=bool(report.torn),

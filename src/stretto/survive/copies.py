@@ -1,9 +1,10 @@
 """Copies of what ranks hold, which they give each other while they train on.
 
-Note [During training] A state is kept between two updates, and training continues at once. Copies of its shares are
-    sent meanwhile, on a their own group, a few parts at a time: whenever an update has landed, a rank looks at those
-    in progress, takes what has come, and starts the next. No rank waits there, and no thread is needed, because
-    Gloo's own carry the bytes.
+Note [During training]
+    A state is kept between two updates, and training continues at once. Copies of its shares are sent meanwhile, on
+    their own group, a few parts at a time: whenever an update has landed, a rank looks at those in progress, takes
+    what has come, and starts the next. No rank waits there, and no thread is needed, because Gloo's own carry the
+    bytes.
 
     They are waited for before the next state is kept. After that all ranks hear from all others, so each knows that
     the copies of the last state have arrived everywhere, and only then the state before is dropped. If ranks are lost
@@ -24,29 +25,6 @@ Arrived = Callable[[int, memoryview], None]
 """Takes the bytes that have come from a rank."""
 
 
-class Beside:
-    """A group of a term's ranks for what is sent during training.
-
-    Args:
-        parallel: The job, whose end ends it.
-        group: Of the term; all its ranks must make this, at the same place.
-    """
-
-    def __init__(self, parallel: DataParallel, group: dist.ProcessGroup) -> None:
-        self.group = host_group(group)
-        self._lifetime = parallel.job.compute.lifetime
-        self._wait = self._lifetime.failures.among(self.group, range(group.size()), "")
-
-    def wait(self, started: Started) -> None:
-        """Wait for one message.
-
-        Raises:
-            CommunicationError: A rank was lost.
-        """
-        with contextlib.nullcontext() if self._lifetime.has_finished else self._lifetime.running():
-            self._wait(*started)
-
-
 class Copies:
     """Copies in progress between the ranks of one term; see Note [During training].
 
@@ -57,7 +35,9 @@ class Copies:
 
     def __init__(self, parallel: DataParallel, group: dist.ProcessGroup) -> None:
         self._exchange = parallel.job.exchange
-        self._beside = Beside(parallel, group)
+        self._group = host_group(group)
+        self._lifetime = parallel.job.compute.lifetime
+        self._wait = self._lifetime.failures.among(self._group, range(group.size()), "")
         self._works: Iterator[Started] = iter(())
         self._awaited: Started | None = None
         self._arriving: dict[int, memoryview] = {}
@@ -75,7 +55,7 @@ class Copies:
             arrived: Takes what other ranks have given to this one, once all is there.
         """
         self._exchange.count_sent(len(content))
-        self._works, self._arriving = passing_on(self._beside.group, content, lengths, to)
+        self._works, self._arriving = passing_on(self._group, content, lengths, to)
         self._arrived = arrived
         self._step()
 
@@ -105,7 +85,8 @@ class Copies:
                 self._step()
 
     def _take(self, awaited: Started) -> None:
-        self._beside.wait(awaited)
+        with contextlib.nullcontext() if self._lifetime.has_finished else self._lifetime.running():
+            self._wait(*awaited)
         self._step()
 
     def _step(self) -> None:

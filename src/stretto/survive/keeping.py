@@ -1,4 +1,11 @@
-"""When states are kept in memory: as often as takes a hundredth of the time and of the bytes that a job sends."""
+"""When states are kept in memory: as often as takes a hundredth of the time and of the bytes that a job sends.
+
+Note [Where all come]
+    Ranks that step alone come together at averages. One whose data have ended waits there, and comes to no update
+    before; the others cannot know that. So they keep states after averages alone, and none after the last average: the
+    rank that has stepped last has come to that update already. Where an average lands some updates after it has
+    left, a rank without data comes to no update of the others: data have to be even there, as for checkpoints.
+"""
 
 import dataclasses
 import math
@@ -8,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from stretto.averaging.worker import WITHOUT_DATA
 from stretto.checkpoint.load import Restored
 from stretto.continuation import Loader
 from stretto.parallel import DataParallel
@@ -142,6 +150,15 @@ class Keeping:
     def end(self) -> None:
         """Take what has come, as the job ends with an error."""
         self._copies.end()
+
+
+def do_all_come(parallel: DataParallel) -> bool:
+    """Return whether all ranks come to the update that has just landed; see Note [Where all come]."""
+    agreement, votes = parallel.job.replica.agreement, parallel.job.compute.course.votes
+    if not agreement.steps_alone or getattr(parallel.strategy, "delay", 0) > 0:
+        return True
+    are_without_data = bool(votes) and all(vote in WITHOUT_DATA for vote in votes)
+    return not (agreement.gap or are_without_data)
 
 
 def updates_between(

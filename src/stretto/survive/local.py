@@ -19,10 +19,9 @@ from stretto.errors import ConfigError, OutOfTurn, TornCheckpoint
 from stretto.fields import is_count, shown
 from stretto.groups import own_machine
 from stretto.parallel import DataParallel
-from stretto.survive.asking import do_all_come
 from stretto.survive.folder import Folder
 from stretto.survive.generations import Memory
-from stretto.survive.keeping import Keeping
+from stretto.survive.keeping import Keeping, do_all_come
 
 _log = logging.getLogger("stretto")
 

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import logging
+import math
 import signal
 import time
 import weakref
@@ -15,21 +16,23 @@ import torch
 from stretto.checkpoint.load import Restored
 from stretto.checkpoint.ranks import Ranks
 from stretto.continuation import Loader
+from stretto.engine.report import Asks
 from stretto.engine.state import set_settings
 from stretto.engine.watcher import store_of
 from stretto.errors import ConfigError, OutOfTurn, PeerFailed, PeerSilent
 from stretto.groups import Leavable, LeavableGroup, meshes_over
 from stretto.optimizer import Hyperparameters, read_hyperparameters
 from stretto.parallel import DataParallel
-from stretto.survive.asking import Asking, do_all_come
 from stretto.survive.generations import Memory, may_leave
-from stretto.survive.keeping import Keeping
+from stretto.survive.keeping import Keeping, do_all_come
 from stretto.survive.membership import Ended, Members
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger("stretto")
+_LOOK_SECONDS = 1.0
+"""Between two looks of the first member for processes that wait to come in."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,7 +144,8 @@ class Term:
         self._process = process
         self._before = before
         self._keeping: Keeping | None = None
-        self._asking: Asking | None = None
+        self._looked = -math.inf
+        """When the first rank has last looked for those that wait."""
         self._has_meshes = False
         self._job: weakref.ref[DataParallel] | None = None
         self.beginning = Beginning()
@@ -184,7 +188,6 @@ class Term:
             self._keeping.begin(parallel, self._asked_for(), begin, loader=loader, extra=extra)
         elif self.rank == 0:
             _log.warning("%s", self._before.line(restored.step, self.world_size))
-        self._asking = Asking(parallel, self.group)
         return restored
 
     def meshes(self, device_type: str = "cpu") -> "dict[str, DeviceMesh]":
@@ -238,12 +241,15 @@ class Term:
             OutOfTurn: `go_on` was not called before.
             CommunicationError: A rank was lost.
         """
-        keeping, asking = self._keeping, self._asking
-        if keeping is None or asking is None:
+        keeping, course = self._keeping, parallel.job.compute.course
+        if keeping is None:
             raise OutOfTurn(f"rank {self.rank}: term.keep() before term.go_on(): expected it before training")
-        if not (do_all_come(parallel) and (asking.look(parallel, self._asks) or keeping.is_due(parallel))):
+        if self._asks(parallel.job.compute.runtime.now()):
+            course.asks |= Asks.KEEP  # with the next round: all know at the same update
+        if not (do_all_come(parallel) and (Asks.KEEP in course.asked or keeping.is_due(parallel))):
             keeping.send_on()
             return
+        course.asks &= ~Asks.KEEP
         seats = self._stay(keeping.keep(parallel, self._asked_for(), loader=loader, extra=extra))
         if seats != list(self.seats):
             keeping.complete()
@@ -252,11 +258,12 @@ class Term:
             parallel.leave()
             raise Planned(seats, self.group)
 
-    def _asks(self) -> bool:
-        """Return whether this member has a reason to end the term; the first one looks for those that wait."""
-        return self._process.wish.is_asked or (
-            self.rank == 0 and bool(self._process.membership.newcomers(self.seats))
-        )
+    def _asks(self, now: float) -> bool:
+        """Return whether this member has a reason to end the term; the first one looks for those that wait at times."""
+        if self._process.wish.is_asked or self.rank or now < self._looked + _LOOK_SECONDS:
+            return self._process.wish.is_asked
+        self._looked = now
+        return bool(self._process.membership.newcomers(self.seats))
 
     def _asked_for(self) -> dict[str, Any]:
         """Return what the others have to know of this member when a state is kept."""
@@ -287,7 +294,7 @@ class Term:
             parallel.job.compute.lifetime.failures.let_go()  # they hold threads of the group
         if self._keeping is not None:
             self._keeping.end()
-            self._keeping = self._asking = None
+            self._keeping = None
         jobs = self.group.of_jobs
         signs = store_of(jobs[0]) if jobs else None
         ranks = error.ranks if isinstance(error, PeerFailed | PeerSilent) else ()
