@@ -12,12 +12,12 @@
         LossNotScalar
         StepWithoutBackward
         GradientsTouched                    gradients were clipped, replaced or changed by other hands
-        ParametersTouched                   parameters were rebound or written after wrapping
-        OptimizerStepped                    the user's optimizer was stepped by hand
-        EstimateShown                       committed parameters were asked for while an estimate is shown
+        ParametersTouched                   parameters were replaced or written after wrapping
+        OptimizerStepped                    user code stepped the optimizer
+        EstimateShown                       user code asked for committed parameters while the model shows an estimate
         Finished                            use after `finish` or after an error
-        OutOfTurn                           a start, landing, save or settling at the wrong moment
-        BatchChanged                        a batch that is used again was written in place
+        OutOfTurn                           a call, save or settling at the wrong moment
+        BatchChanged                        a batch was written in place before its next use
         UnusedParameters                    parameters that no rank has used
       NonFinite (ArithmeticError)           a loss or gradient is not finite
         ReplicaNonFinite                    on this rank, which steps alone; the others hear of it
@@ -29,20 +29,20 @@
           CollectivesDisagree               ranks called different collectives
           Deadlock                          no rank can continue
       CorruptionError (RuntimeError)        values changed where nothing may change them, and the job ends
-        TransferCorrupt                     sent again as often as allowed, and never arrived as it was sent
+        TransferCorrupt                     sent again as often as allowed, and always arrived damaged
         StateCorrupt                        masters or optimizer state damaged beyond repair
-        ReplicasDiverged                    replicas differ, and no majority says who is right
+        ReplicasDiverged                    replicas differ, and no majority shows which rank is right
         Quarantined                         repaired every time, but too often attributed to one rank or link
       CheckpointError (RuntimeError)
         TornCheckpoint                      incomplete or damaged
         ForeignCheckpoint                   of another model, layout or format version
       UnsafeValue (ValueError)              bytes that only pickle could read, which may run anything
       DiskError (OSError)                   a file cannot be written
-      OutputClosed (OSError)                nobody reads any more what a command prints
+      OutputClosed (OSError)                the reader of a command's output is gone
       WorkerFailed (RuntimeError)           a local worker process ended with an error
       ConformanceFailed (AssertionError)    a campaign's clean job failed, or guards changed it
 
-A message says where (rank, step), what was expected, what was found and what to do.
+A message says where (rank, step), the expected and the found value, and the remedy.
 """
 
 from collections.abc import Sequence
@@ -86,7 +86,7 @@ class RanksDisagree(ConfigError):
 
 
 class WorkerDisagrees(RanksDisagree):
-    """Settings differ between the ranks of a node that step one replica together; the other ranks are told."""
+    """Settings differ between the ranks of a node that step one replica together; the other ranks get the error too."""
 
 
 class UsageError(StrettoError, ValueError):
@@ -122,7 +122,7 @@ class Finished(UsageError):
 
 
 class OutOfTurn(UsageError):
-    """A start, landing, save or settling was asked for at the wrong moment."""
+    """A call, save or settling came at the wrong moment."""
 
 
 class BatchChanged(UsageError):
@@ -138,7 +138,7 @@ class NonFinite(StrettoError, ArithmeticError):
 
 
 class ReplicaNonFinite(NonFinite):
-    """A loss or a gradient of a worker that steps alone is not finite; the other ranks are told."""
+    """A loss or a gradient of a worker that steps alone is not finite; the other ranks get the error too."""
 
 
 class CommunicationError(StrettoError, RuntimeError):
@@ -146,7 +146,7 @@ class CommunicationError(StrettoError, RuntimeError):
 
 
 class PeerFailed(CommunicationError):
-    """Another rank died or raised; the message carries its cause where one was told.
+    """Another rank died or raised; the message has the cause if that rank has reported one.
 
     Args:
         message: For people.
@@ -176,8 +176,8 @@ class LeftOut(CommunicationError):
 
     Args:
         message: For people.
-        is_over: Whether the job has ended, so that nobody can come in any more.
-        is_asked: Whether this process has left because it was asked to.
+        is_over: Whether the job has ended, so that no process can join.
+        is_asked: Whether this process has left on request.
     """
 
     def __init__(self, message: str, *, is_over: bool = False, is_asked: bool = False) -> None:
@@ -190,9 +190,9 @@ class CorruptionError(StrettoError, RuntimeError):
 
     Args:
         message: For people.
-        ranks: Those that the damage is attributed to, where that is known.
+        ranks: The ranks to which the damage is attributed, if known.
         links: Sender and receiver of damaged links.
-        incidents: What has led to it, each a `stretto.Incident`.
+        incidents: The incidents that led to it, each a `stretto.Incident`.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class CorruptionError(StrettoError, RuntimeError):
 
 
 class TransferCorrupt(CorruptionError):
-    """Something was sent as often as allowed and never arrived as it was sent; names sender and link."""
+    """A transfer was repeated as often as allowed and always arrived damaged; names sender and link."""
 
 
 class StateCorrupt(CorruptionError):
@@ -222,7 +222,7 @@ class ReplicasDiverged(CorruptionError):
 
 
 class Quarantined(CorruptionError):
-    """Damage was attributed to one rank or link as often as allowed; what was damaged is repaired."""
+    """Damage was attributed to one rank or link as often as allowed; all damage is repaired."""
 
 
 class NoWayOn(CommunicationError):
@@ -263,7 +263,7 @@ class DiskError(StrettoError, OSError):
 
 
 class OutputClosed(StrettoError, OSError):
-    """Nobody reads any more what a command prints: the reader of a pipe has ended, or a terminal was closed."""
+    """The reader of a command's output is gone: a pipe's reader has ended, or a terminal was closed."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -286,4 +286,4 @@ class WorkerFailed(StrettoError, RuntimeError):
 
 
 class ConformanceFailed(StrettoError, AssertionError):
-    """A clean job failed, or guards changed it; the message says what was expected and found."""
+    """A clean job failed, or guards changed it; the message has the expected and the found value."""

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from stretto.errors import ConfigError, UnknownName
 
 Readers = Mapping[Any, Callable[[str], Any]]
-"""How values of a type are read that have a text their own form, by type."""
+"""Readers of types that have their own text form, by type."""
 
 _NO_READERS: Readers = MappingProxyType({})
 _SHOWN_CHARACTERS = 80
@@ -113,7 +113,7 @@ def read_settings(text: str, kinds: Mapping[str, Any], readers: Readers = _NO_RE
     Args:
         text: Of one record; its name is not looked at.
         kinds: The keys that exist, and the type of each.
-        readers: Types with a text their own form.
+        readers: Of types with their own text form.
 
     Raises:
         UnknownName: A key does not exist.
@@ -138,7 +138,7 @@ def read_record(what: str, text: str, kinds: Mapping[str, Any], readers: Readers
         what: What such a record is, for messages: "guard".
         text: As the user wrote it.
         kinds: The records that exist, by name.
-        readers: Types with a text their own form.
+        readers: Of types with their own text form.
 
     Raises:
         UnknownName: The name or a key does not exist.
@@ -158,7 +158,7 @@ def read_value(text: str, kind: Any, readers: Readers = _NO_READERS) -> Any:
     Args:
         text: As the user wrote it.
         kind: A field's type: None, bool, int, float, str, Literal, a union of these, or one with a reader.
-        readers: Types with a text their own form.
+        readers: Of types with their own text form.
 
     Raises:
         ConfigError: Says what was expected.

@@ -34,7 +34,7 @@ from stretto.strategies.contract import Launch
 
 
 class Fragment:
-    """A part of the parameters that leaves and lands as one: whole buckets, with an their own exchange.
+    """A part of the parameters that leaves and lands as one: whole buckets, with its own exchange.
 
     Memory: the anchor; the owner's share of the velocity; while it is in progress, what it carries. On a packed wire
     what the rank owes, and the owner's share of what the wire has lost.

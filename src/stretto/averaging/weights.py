@@ -45,7 +45,7 @@ class Weights:
         return float(weights[self._rank]) / total
 
     def land(self, fragment: int, *, keeps_own: bool) -> None:
-        """A fragment has landed, and ranks may have kept a their own part."""
+        """A fragment has landed, and ranks may have kept their own part."""
         self._differ[fragment] = keeps_own
 
     def unite(self, report: RoundReport) -> None:

@@ -132,13 +132,13 @@ def wait(parallel: DataParallel) -> None:
 def check(parallel: DataParallel) -> bool:
     """Return whether a save is in progress in the background; does not wait, and does not communicate.
 
-    Ranks learn of an end or a failure at the same update, so those that call this right behind it are told alike.
+    Ranks learn of an end or a failure at the same update, so calls right after that update return alike.
 
     Args:
         parallel: The job that is saved.
 
     Raises:
-        CheckpointError: The last one has failed, and nobody was told; the job can continue.
+        CheckpointError: The last save failed, and no call has raised its error yet; the job can continue.
     """
     check_job(parallel)
     saves = [one for one in parallel.job.model.listeners if isinstance(one, BackgroundSave)]

@@ -52,7 +52,7 @@ def find(directory: Path) -> Path:
 
 
 def say_doubts(folder: Path) -> None:
-    """Say in the log why others may choose what lies in a folder of checkpoints: a team may want that."""
+    """Log why other users may write into a folder of checkpoints: a team may want that."""
     if (found := doubt(folder)) is not None:
         _log.warning(
             "%s is %s: expected one that user %d alone can write; who can write there chooses the model's values",
@@ -85,7 +85,7 @@ def begin(directory: Path, step: int) -> str:
 
 
 def _remove(leftover: Path) -> None:
-    """Remove what nobody needs any more; it may be a folder, a file, or a link to what is not ours."""
+    """Remove an old entry: a folder, a file, or a link to files that are not ours."""
     if leftover.is_dir() and not leftover.is_symlink():
         shutil.rmtree(leftover)
     else:

@@ -32,7 +32,7 @@ from stretto.share import Held, Kinds
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """What `load` has brought back, beside the state of the job itself."""
+    """The results of `load`, besides the state of the job itself."""
 
     step: int
     """Committed updates behind the checkpoint."""
@@ -78,8 +78,8 @@ def continued(
 
         parallel = continued(parallel, lambda: DataParallel(model, optimizer, ACCO(), wire="int8"), loader=loader)
 
-    It is what `save`, a new process and `load` do, to the bit, without files. The old job commits nothing more, and its
-    guards start again in the new one; what they have found and nobody was told is in its `late_incidents`.
+    It is what `save`, a new process and `load` do, to the bit, without files. The old job commits nothing more, and
+    its guards start again in the new one; incidents that were not reported yet are in its `late_incidents`.
 
     Args:
         parallel: The job that ends, right after an `Update`.
@@ -106,10 +106,10 @@ def load(
 ) -> Restored:
     """Replace the job's state by a checkpoint; all ranks must call, before training or after an `Update`.
 
-    At the saved world size and strategy the run continues to the bit. At another world size parameters,
-    optimizer, carry and prediction are resharded; random states and loader positions are per rank and are
-    left as they are, with a note. Under another strategy parameters and optimizer load, and the carry and the
-    prediction, which mean nothing there, are dropped with a note. Nothing changes unless all of it can be read.
+    At the saved world size and strategy the run continues to the bit. At another world size parameters, optimizer,
+    carry and prediction are resharded; random states and loader positions belong to one rank each and are not loaded,
+    with a note. Under another strategy parameters and optimizer load, and the carry and the prediction, which mean
+    nothing there, are dropped with a note. Nothing changes unless all of it can be read.
 
     Nothing in the checkpoint is run: docs/security.md says what a damaged or hostile one can do.
 
@@ -118,7 +118,7 @@ def load(
         source: One checkpoint, or a folder of them, of which the latest complete one is taken. Or the shares of a
             state in memory (`hold`) that this rank has: its own as a rule, none on a rank that has come, several where
             ranks have left.
-        loader: This rank's, to be told its position at the same world size: `load_state_dict`.
+        loader: This rank's. At the same world size `load` restores its position with `load_state_dict`.
 
     Raises:
         CheckpointError: There is no checkpoint, or there are shares of different states.
@@ -223,7 +223,7 @@ def read(source: str | os.PathLike[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _grown(model: nn.Module, saved: Kinds) -> Iterator[None]:
-    """Let modules with a loading their own rule take the kinds of what is saved; back again if the block raises.
+    """Give modules with their own loading rule tensors of the saved kinds; undo this if the block raises.
 
     Quantisers and banks make buffers in their first forward pass, and load them into a fresh module as well.
     """
@@ -263,7 +263,9 @@ def _grown(model: nn.Module, saved: Kinds) -> Iterator[None]:
 
 
 def _shares_in(path: Path, ranks: Ranks) -> tuple[Path, list[Held]]:
-    """Return a checkpoint's own folder, and of its shares those that this rank deals out: its own, or each in turn."""
+    """Return a checkpoint's own folder, and the shares that this rank deals out: its own, or every share one after
+    another.
+    """
     found = Path(
         ranks.first("looking for a checkpoint", lambda: str(folder.find(path)) if ranks.rank == 0 else "")
     )
@@ -319,12 +321,12 @@ def _notes(parallel: DataParallel, saved: Holding, state: State) -> Iterator[str
 
 
 def _is_over(place: Mapping[str, Any]) -> bool:
-    """Return whether nothing is left of a pass that was saved in this place, and whose rest comes next."""
+    """Return whether a saved pass has no batch left, although its rest comes next."""
     return bool(place) and not place["is_left"] and bool(place["is_exhausted"] or place["votes"])
 
 
 def _notes_of_pass(place: Mapping[str, Any], names: set[str], *, goes_on: bool) -> Iterator[str]:
-    """Yield what is not exact of the pass that was saved, of which the loader's state may continue.
+    """Yield notes on the saved pass that are not exact, unless the loader's state continues it.
 
     Without one a pass that is over, with all its updates, is behind.
     """

@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: JSON that says of what state it is, and how long each rank's share is, and its digest.
 
-What is in a share, the share itself says (`stretto.share`): so ranks tell each other nothing of it when they save.
+A share describes its own content (`stretto.share`): so ranks exchange nothing about it when they save.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class Manifest:
     """The description of one checkpoint."""
 
     step: int
-    """Committed updates behind it."""
+    """Committed updates before it."""
     world_size: int
     strategy: str
     optimizer: str
@@ -87,7 +87,7 @@ class Manifest:
             raise TornCheckpoint(f"{path} is damaged: {error}") from error
 
     def check_files(self, folder: Path) -> None:
-        """Check that every rank's file is there in full length; the error is that of `check_file`."""
+        """Check that every rank's file is there in full length; raises as `check_file`."""
         for rank in range(self.world_size):
             self.check_file(folder, rank)
 

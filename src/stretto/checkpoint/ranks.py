@@ -28,7 +28,7 @@ def check_job(parallel: object) -> None:
     """Raise unless this is a job.
 
     Raises:
-        ConfigError: Says what was found instead.
+        ConfigError: It is no job; names the object found.
     """
     if not isinstance(parallel, DataParallel):
         raise ConfigError(f"parallel: expected a DataParallel, found {shown(parallel)}")
@@ -117,7 +117,7 @@ class Ranks:
             raise cause from error
 
     def _read(self, rank: int, record: bytes) -> Any:
-        """Return what a rank has told."""
+        """Return a rank's report."""
         try:
             return json.loads(record)
         except (ValueError, RecursionError) as error:

@@ -39,9 +39,9 @@ def save(
         extra: Numbers, text, containers, tensors, for example a scheduler's state; rank 0's is saved. Any other class
             has to be named with `torch.serialization.add_safe_globals`.
         keep: How many checkpoints stay, the last ones; at least 1.
-        async_save: Return once what this rank writes is copied, and write it during training. The checkpoint appears
-            at a later update; the next `save`, `load`, `wait`, `check` or `finish` raises what it fails with. The
-            first four wait for it. After `finish` there is nothing to write beside, and `save` waits.
+        async_save: Return once this rank's share is copied, and write it during training. The checkpoint appears at a
+            later update; the next `save`, `load`, `wait`, `check` or `finish` raises its error. The first four wait
+            for it. After `finish` training has ended, so `save` waits.
 
     Returns:
         The checkpoint's own folder.
@@ -135,13 +135,13 @@ class _Writing:
         return Step("writing a checkpoint", self._write), Step("committing a checkpoint", self._commit)
 
     def abandon(self) -> None:
-        """Remove what was written."""
+        """Remove the written files."""
         self._chunks = iter(())
         if self._rank == 0:
             folder.abandon(self.path.parent, self.path.name)
 
     def _write(self, _: list[Any]) -> tuple[int, str]:
-        """Write this rank's share, and compare what is in the file with what the job had."""
+        """Write this rank's share, and compare the file with the job's state."""
         if not self._folder.is_dir():
             raise CheckpointError(
                 f"rank 0 has made {self._folder}, and this rank does not find it: expected a file system that "

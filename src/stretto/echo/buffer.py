@@ -1,9 +1,9 @@
-"""The echo buffer: fresh batches that are kept for further uses, and a check that nobody writes into them.
+"""The echo buffer: fresh batches that are kept for further uses, and a check that no code writes into them.
 
 A training loop that writes into its batch, to normalise it or to mix samples, would train on other data at the next
 use. PyTorch counts the in-place writes to every tensor, also those through views and `detach()`. A count that has
-changed between two uses is an error. Writes through `.data` and through `numpy()` are not counted. What has no count at
-all, such as a NumPy array, an inference tensor or an object of the user's, is copied for every use.
+changed between two uses is an error. Writes through `.data` and through `numpy()` are not counted. Objects without a
+count, such as a NumPy array, an inference tensor or a user's object, are copied for every use.
 """
 
 import copy
@@ -85,7 +85,7 @@ class EchoBuffer:
             held: In the buffer.
             step: Batches given out before, for messages.
             update: The one that uses it.
-            parameters: Fingerprint of the parameters that the use meets; None if nobody knows it.
+            parameters: Fingerprint of the parameters that the use meets; None if unknown.
 
         Raises:
             BatchChanged: A tensor of the batch was written in place since the batch arrived.
@@ -104,8 +104,8 @@ class EchoBuffer:
 def rebuilt(batch: Any, replace: Callable[[Tensor], Tensor]) -> Any:
     """Return `batch` in new containers, with `replace(tensor)` in place of each tensor.
 
-    Containers are those of PyTorch's pytree: dictionaries, lists, tuples, named tuples, what is registered there.
-    Everything else, such as a NumPy array or a dataclass, is copied with all that it holds.
+    Containers are those of PyTorch's pytree: dictionaries, lists, tuples, named tuples, registered classes.
+    Everything else, such as a NumPy array or a dataclass, is copied with all its contents.
 
     Raises:
         ConfigError: An object cannot be copied.
@@ -129,7 +129,7 @@ def rebuilt(batch: Any, replace: Callable[[Tensor], Tensor]) -> Any:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Return a tensor with memory of its own, pinned where that of `tensor` is."""
+    """Return a copy of a tensor, pinned if `tensor` is."""
     if tensor.grad_fn is not None:
         return tensor.clone()
     own = tensor.detach().clone()
@@ -137,7 +137,7 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Return a tensor with the same memory and the same count of writes, but with a `grad` of its own."""
+    """Return a tensor with the same memory and the same count of writes, but with its own `grad`."""
     if tensor.is_inference():
         return tensor.clone()  # its writes are not counted
     return tensor if tensor.grad_fn is not None else tensor.detach().requires_grad_(tensor.requires_grad)
@@ -148,7 +148,7 @@ def _num_writes(tensor: Tensor) -> int:
 
 
 def change_of(held: HeldBatch) -> str:
-    """Return what has been written into a batch since it arrived; empty if nothing."""
+    """Describe a write into a batch since it arrived; empty if there was none."""
     for path, tensor, before in held.writes:
         if (now := _num_writes(tensor)) != before:
             return (

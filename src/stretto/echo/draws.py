@@ -3,8 +3,8 @@
 The generators of PyTorch, NumPy and Python belong to the process. Where a data set without workers draws from them on
 the reading thread, and the training loop draws from them too, chance decides who comes first.
 
-Whoever has drawn cannot be seen from a generator, only that somebody has. But while the caller waits for a batch, only
-the reading thread runs. What changes then was drawn there. The first wait of a pass raises a suspicion and no more:
+A generator shows that some thread has drawn, but not which one. But while the caller waits for a batch, only the
+reading thread runs. What changes then was drawn there. The first wait of a pass raises a suspicion and no more:
 samplers draw the order of the epoch in it, always before the first step.
 """
 
@@ -37,7 +37,7 @@ class DrawWatch:
         self._at_start = _states() if self._waits_left else None
 
     def take(self, reader: Reader) -> Fetched:
-        """Return what `reader.take()` does. Only a thread beside the caller's can race for random numbers.
+        """Return the result of `reader.take()`. Only another thread than the caller's can race for random numbers.
 
         Warns:
             RuntimeWarning: The loader has drawn meanwhile.

@@ -88,10 +88,10 @@ class EchoLoader(Generic[Batch]):
         for batch in parallel.feed(EchoLoader(loader, Even(2.5))):
             ...
 
-    Every rank wraps its own loader. Attributes that this class does not have are those of the loader.
+    Every rank wraps its own loader. Other attributes come from the loader.
 
-    A new iterator begins a new pass over the loader, and ends the pass before it. The first one after
-    `load_state_dict` continues in the middle. What was read ahead of a pass that is left is dropped.
+    A new iterator begins a new pass over the loader, and ends the pass before it. The first iterator after
+    `load_state_dict` continues in the middle. If a pass ends early, batches that were read ahead are dropped.
 
     Attributes:
         loader: The bare loader.
@@ -115,10 +115,11 @@ class EchoLoader(Generic[Batch]):
         """Wrap `loader`.
 
         Args:
-            loader: This rank's training batches: any iterable. Not those of a validation, which must count once.
+            loader: This rank's training batches: any iterable. Do not echo a validation, whose batches must count
+                once.
             plan: When to echo; None is `Ready()`, which never echoes a loader that is fast enough.
             place: Called once with every fresh batch, before it is held. A copy to the device belongs here, so that
-                echoes cost no transfer. It must give every batch tensors of its own.
+                echoes cost no transfer. It must return new tensors for every batch.
             transform: Called at every use, with the held batch. Random augmentation belongs here, so that every use
                 has its own. It must not write into its argument.
             options: The other options; None for the defaults.
@@ -284,7 +285,7 @@ class EchoLoader(Generic[Batch]):
             self._reader.close()
 
     def _leave(self) -> None:
-        """End the pass in progress, and wait until nobody reads the loader any more."""
+        """End the pass in progress, and wait until no thread reads the loader."""
         if self._reader is not None:
             self._reader.close()
             self._reader.join()
@@ -313,7 +314,7 @@ class EchoLoader(Generic[Batch]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was saved, from the next iterator on. `EchoOptions.resume` says what is done.
+        """Continue where `state` was saved, from the next iterator on, in the way that `EchoOptions.resume` sets.
 
         Under a plan of another class the counts continue and the plan begins again.
 

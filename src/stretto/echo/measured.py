@@ -33,15 +33,15 @@ from stretto.records import Update
 class Auto(Plan):
     """Measure over `window` fresh batches without echo, then use every batch as often as is free.
 
-    The number that was found stays as it is and is saved with the state. A resumed run therefore does not depend on
-    the speed of the machine on which it resumes.
+    `Auto` keeps the number that it found and saves it with the state. A resumed run therefore does not depend on the
+    speed of the machine on which it resumes.
     """
 
     max_uses: float = 4.0
     """Uses of a batch at most, however slow the loader is."""
     window: int = 32
-    """Number of fresh batches to measure, and those that fill the last update; at least twice what the loader's workers
-    keep ready, because otherwise the measurement sees their stock and not their speed."""
+    """Number of fresh batches to measure, rounded up to whole updates; at least twice what the loader's workers keep
+    ready, because otherwise the measurement sees their stock and not their speed."""
     skip: int = 4
     """Number of batches at the beginning of the window that are not counted: workers start, memory is new."""
 
@@ -177,12 +177,12 @@ class Diagnosis:
 
     @property
     def waits(self) -> bool:
-        """Whether the loop as it is takes clearly longer than the step alone."""
+        """Whether the loop takes clearly longer than the step alone."""
         return self.period_seconds >= WORTHWHILE * self.step_seconds
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether the loop took clearly less than one of its own parts, which other work must then have slowed."""
+        """Whether the loop took clearly less time than one of its parts: then other work slowed that part."""
         return self.period_seconds * WORTHWHILE < max(self.step_seconds, self.load_seconds)
 
     @property
@@ -198,7 +198,7 @@ class Diagnosis:
 
     @property
     def summary(self) -> str:
-        """The bottleneck, what to do, and what can be gained at most, in a few sentences."""
+        """The bottleneck, the remedy and the largest possible gain, in a few sentences."""
         text = self._verdict
         if self.is_disturbed:
             text += (
@@ -249,7 +249,7 @@ def diagnose(
             stock is measured.
         skip: Number of batches at the beginning of each measurement that are not counted.
         now: Returns the time in seconds, on the clock to measure by.
-        told: Called before each batch with what is measured, how many batches of it are done, and of how many.
+        told: Called before each batch with the name of the measurement, its batches so far, and their number in all.
 
     Raises:
         ConfigError: The loader has no batch, or a number is out of its range.
@@ -283,7 +283,7 @@ def diagnose(
 
 
 def _telling(told: Callable[[str, int, int], None], what: str, total: int) -> Iterator[int]:
-    """Yield the numbers of the batches of a measurement, each told of before it."""
+    """Yield the numbers of the batches of a measurement, and report each number first."""
     for number in range(total):
         told(what, number, total)
         yield number

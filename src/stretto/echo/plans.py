@@ -8,11 +8,10 @@ this rank, over all epochs.
     Ready        batch by batch: a fresh one if one is ready, a held one if not
     Auto         as many uses as cost nothing, measured in the run (see `measured.py`)
 
-Note [The unit of an echo]
-    All micro-batches of an update are taken at the same parameters, or at two of them (`acco`). A second use of a batch
-    within the update would bring the same gradient again. So a plan decides once for all batches of an update: they are
-    fresh, or they are those of the update before, in their order. `Ready` decides for each batch, and never takes one
-    that this update has used.
+Note [The unit of an echo] All micro-batches of an update are taken at the same parameters, or at two of them
+    (`acco`). A second use of a batch within the update would bring the same gradient again. So a plan decides once
+    for all batches of an update: they are fresh, or they are the batches of the update before, in their order.
+    `Ready` decides for each batch, and never takes one that this update has used.
 """
 
 import math
@@ -59,7 +58,7 @@ class Plan(ABC):
 
     @abstractmethod
     def selector(self, seed: int) -> "Selector":
-        """Return a new selector; `seed` is that of its random draws."""
+        """Return a new selector; `seed` decides its random draws."""
 
 
 def check_plan(plan: object) -> None:
@@ -105,19 +104,19 @@ class Selector:
     ) -> HeldBatch | None:
         """Return a held batch to use, or None for a fresh one. Changes nothing.
 
-        A plan that decides by update is asked at the first batch of an update. A held batch, whichever, then means that
-        the update uses the batches of the one before again.
+        A plan that decides by update is asked at the first batch of an update. Any held batch as the answer then
+        means that the update repeats the batches of the update before.
 
         Args:
             update: Updates begun before this one.
-            held: The batches that may be used now, at least one: not used in this update, nor at these parameters. The
-                oldest is first. Under a plan that decides by update they are those that the update before has used.
-            is_ready: Tells whether a fresh batch can be taken without waiting.
+            held: The batches that may be used now, at least one: not used in this update, nor at these parameters.
+                The oldest is first. Under a plan that decides by update they are the batches of the update before.
+            is_ready: Returns whether a fresh batch is available without waiting.
         """
         raise NotImplementedError(f"{type(self).__name__} needs select(update, held, is_ready)")
 
     def record(self, record: StepRecord) -> None:
-        """Remember what was given out.
+        """Count a batch that was given out.
 
         That is what `select` returned, unless no held batch could be used, or held batches fill an epoch of fixed
         length after the data have ended.
@@ -172,7 +171,7 @@ LOAD = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Even(Plan):
-    """Use the batches of every update in `uses` updates. With 2.5, two and three uses take turns.
+    """Use the batches of every update in `uses` updates. With 2.5, two and three uses alternate.
 
     Update t earns `1 / uses(t)` of a load, which is fresh batches for one update. They are loaded when more has been
     earned than spent. With constant `uses`, n loads make floor(n * uses) updates. Uses that could change nothing are
@@ -259,7 +258,7 @@ class Bernoulli(Plan):
         check_at_least(self, max_uses=1)
 
     def selector(self, seed: int) -> Selector:
-        """Return a new selector; `seed` is that of the coin."""
+        """Return a new selector; `seed` decides the coin."""
         return _BernoulliSelector(self, seed)
 
 
@@ -289,8 +288,9 @@ def _probability(p: Schedule, update: int) -> float:
 class Ready(Plan):
     """Use a fresh batch if one is ready, otherwise the least used of those held that this update has not used.
 
-    A fast loader is never echoed, and a slow or irregular one makes nobody wait until `max_uses` is reached, or until
-    an update has used all held batches. Decisions depend on time. The batches of an update may be fresh in part.
+    A fast loader is never echoed, and training does not wait for a slow or irregular loader until `max_uses` is
+    reached, or until an update has used all held batches. Decisions depend on time. The batches of an update may be
+    fresh in part.
     """
 
     pool: int = 12

@@ -4,9 +4,9 @@ The loader's iterator is made on the caller's thread, because that is where a lo
 reading thread only calls `next`. An exception of the loader is raised again where its batch is asked for, with its own
 traceback.
 
-A loader may write every batch into the same memory: a plain loop has done with a batch when it asks for the next one. A
-batch that is read ahead has not been used then, so it is copied as it is read. Only batches that came from worker
-processes are not.
+A loader may write every batch into the same memory: a plain loop has done with a batch when it asks for the next one.
+A batch that is read ahead has not been used then, so it is copied as it is read. Batches from worker processes need
+no copy.
 
 Batches go from the reading thread to the caller in one queue, and permits to read another batch come back in a second
 one. Both are `SimpleQueue`s, which are written in C: to put something in wakes no thread unless one waits.
@@ -38,7 +38,7 @@ CLOSED = "this pass over the loader is closed, by close() or because another ite
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fetched:
-    """What one call of `next` gave."""
+    """The result of one call of `next`."""
 
     batch: Any
     """The batch; None at the end."""
@@ -76,7 +76,7 @@ class Reader(Protocol):
         ...
 
     def close(self) -> None:
-        """End the reader at once: a read in progress is left alone, and what it gives is dropped."""
+        """End the reader at once: a read in progress continues, and its batch is dropped."""
         ...
 
     def join(self) -> None:
@@ -89,12 +89,12 @@ class BringsReader(Protocol):
     """An iterator over batches that is to be read by its own reader."""
 
     def open_reader(self, capture: Callable[[], Any], ahead: int) -> Reader:
-        """Return the reader of this pass; the arguments are those of `ThreadReader`."""
+        """Return the reader of this pass; see `ThreadReader` for the arguments."""
         ...
 
 
 def open_reader(iterator: Iterator[Any], capture: Callable[[], Any], ahead: int) -> Reader:
-    """Return a reader of `iterator`; the arguments are those of `ThreadReader`."""
+    """Return a reader of `iterator`; see `ThreadReader` for the arguments."""
     if isinstance(iterator, BringsReader):
         return iterator.open_reader(capture, ahead)
     return ThreadReader(iterator, capture, ahead)
@@ -113,7 +113,7 @@ class ThreadReader(Reader):
         self._read: partial[Fetched | BaseException] | None = partial(fetch, iterator, capture)
         """Reads a batch. None once closed: it refers to the loader's workers, which should not outlive the pass."""
         self._ready: queue.SimpleQueue[Fetched | BaseException] = queue.SimpleQueue()
-        """What has been read and not yet taken."""
+        """Batches that were read and not yet taken."""
         self._permits: queue.SimpleQueue[None] = queue.SimpleQueue()
         """One entry for every batch that may be read now."""
         self._has_read = threading.Event()
@@ -226,10 +226,10 @@ def fetch(iterator: Iterator[Any], capture: Callable[[], Any]) -> Fetched | Base
 
 
 def end_workers(iterator: Iterator[Any]) -> None:
-    """End the workers of a pass that is left, if it has some; a read that waits for them fails and ends too.
+    """End the workers of an abandoned pass, if it has some; a read that waits for them fails and ends too.
 
-    PyTorch asks them to end, and terminates each that has not after 5 s. Nobody waits for that here. Workers that stay
-    from pass to pass belong to their loader, which may be read again.
+    PyTorch asks them to end, and terminates each that has not after 5 s. This function does not wait for that.
+    Workers that stay from pass to pass belong to their loader, which may be read again.
     """
     if not isinstance(iterator, _MultiProcessingDataLoaderIter):
         return

@@ -26,7 +26,7 @@ Resume = Literal["refetch", "drop"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EchoOptions:
-    """Options of `EchoLoader` beside its plan."""
+    """Options of `EchoLoader` besides its plan."""
 
     seed: int = 0
     """Seed of the plan's random draws. With equal seeds all ranks echo at the same updates; seeds may also differ."""
@@ -40,8 +40,8 @@ class EchoOptions:
     bare loader does. Choose it for loaders without workers that draw random numbers, which a warning names: they share
     the process's generators with the model, and a thread would change the order of the draws from run to run."""
     resume: Resume = "refetch"
-    """What happens to held batches when a state is loaded. "refetch" reads them again, which is exact unless the loader
-    augments at random; "drop" leaves them out with the uses that were left."""
+    """What happens to held batches when a state is loaded. "refetch" reads them again, which is exact unless the
+    loader augments at random; "drop" drops them with their remaining uses."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -140,7 +140,7 @@ def check_state(state: object, seed: int) -> None:
 
 
 def restore_loader(loader: Any, state: dict[str, Any], resume: Resume) -> Resumption:
-    """Load its part of `state` into the bare loader, and return what is left to do.
+    """Load its part of `state` into the bare loader, and return the remaining work.
 
     Warns:
         RuntimeWarning: The loader has no `load_state_dict`; batches have to be read and thrown away.
@@ -189,7 +189,7 @@ def state_at_start(loader: Any) -> Any:
 def begin_at_start(loader: Any) -> None:
     """Let the next pass begin with the first batch.
 
-    A streaming data set of Hugging Face begins every pass where a state was loaded once, as long as nobody sets another
+    A streaming data set of Hugging Face begins every pass where a state was loaded once, until user code sets another
     epoch.
     """
     streams: list[Any] = [loader, getattr(loader, "dataset", None)]
@@ -216,5 +216,5 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def _begins_where_loaded(loader: object) -> bool:
-    """Return whether `loader` is a streaming data set of Hugging Face, which nobody has to have installed."""
+    """Return whether `loader` is a streaming data set of Hugging Face, which need not be installed."""
     return hasattr(loader, "_starting_state_dict")

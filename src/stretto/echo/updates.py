@@ -1,7 +1,7 @@
 """What batches are taken for: the updates of a job, and the parameters that a batch meets there.
 
-`feed` knows both, and an `EchoLoader` asks it before every batch. Other loops tell the loader how many micro-batches
-an update has (`EchoOptions(micro_batches=...)`), and every update is taken to change the parameters.
+`feed` knows both, and an `EchoLoader` asks it before every batch. In other loops you set the number of micro-batches
+of an update (`EchoOptions(micro_batches=...)`), and every update is taken to change the parameters.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Updates(Protocol):
         ...
 
     def parameters(self) -> int | None:
-        """Return a fingerprint of the parameters that the next batch meets; None if nobody knows it."""
+        """Return a fingerprint of the parameters that the next batch meets; None if unknown."""
         ...
 
 

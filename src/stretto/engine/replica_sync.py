@@ -13,7 +13,7 @@ class Alike(Enum):
     DRIFTING = "drifting"
     """Each rank has stepped, or may have, on its own since then."""
     APART = "apart"
-    """A fragment is in progress, or ranks have kept a their own part as one landed."""
+    """A fragment is in progress, or ranks have kept their own part as one landed."""
 
 
 class Agreement:

@@ -8,16 +8,17 @@ Note [The end of the data]
     and the iterator is the truth.
 
     A rank without data continues in here: it passes what it has accumulated, then empty rounds, until all have
-    agreed. Then all land what is left, so that every update has ended and the model shows committed parameters. Where
-    the number of updates is given, nothing is accumulated after the last one: its rounds are landed at once.
+    agreed. Then all complete the remaining rounds, so that every update has ended and the model shows committed
+    parameters. Where the number of updates is given, nothing is accumulated after the last update: its rounds are
+    completed at once.
 
-Note [Batches that are out]
-    A loop may ask for the next batch before it has counted the one in hand: between forward and backward pass, or to
-    see which batch is the last. Then as many batches are out whenever it asks, from its first batch on, and few. A
-    loop that skips batches has at some time none out, or ever more. Where a loop that looks ahead asks and there is
-    nothing more to give out, the iterator stops, and the pass ends when the micro-batches of the batches that are out
-    are counted, inside that call. A loop that skips its first few batches cannot be told from it: its pass ends with
-    the job's next call for rest, the next `feed`, `finish` or `commit`.
+Note [Batches that are out] A loop may ask for the next batch before it has counted the one in hand: between forward
+    and backward pass, or to see which batch is the last. Then as many batches are out whenever it asks, from its
+    first batch on, and few. A loop that skips batches has at some time none out, or ever more. Where a loop that
+    looks ahead asks and there is nothing more to give out, the iterator stops, and the pass ends when the
+    micro-batches of the batches that are out are counted, inside that call. `feed` cannot distinguish a loop that
+    skips its first few batches: its pass ends with the job's next call for rest, the next `feed`, `finish` or
+    `commit`.
 """
 
 import collections
@@ -42,7 +43,8 @@ Batch = TypeVar("Batch")
 NOTHING = object()
 """What an exhausted loader gives."""
 Take: TypeAlias = Callable[[Iterator[Any], object], tuple[Any, int]]
-"""Takes a batch from an iterator, or gives what it is told where there is none; and tells which use of it that is."""
+"""Takes a batch from an iterator, or returns the given default if there is none, together with the number of its use.
+"""
 
 
 @dataclasses.dataclass(slots=True)
@@ -57,7 +59,7 @@ class Pass:
     position: int = 0
     """Batches given out since its beginning."""
     num_fed: int = 0
-    """Those of them that no checkpoint lies behind."""
+    """Batches since the last checkpoint."""
     is_exhausted: bool = False
     """Whether the loader was asked and had nothing."""
     ahead: tuple[Any, int] | None = None
@@ -69,9 +71,9 @@ class Pass:
     is_behind: bool = False
     """Whether it has ended, on all ranks, although the loop may count batches of it."""
     is_same: bool = False
-    """Whether its iterator is that of the pass before, and may not have told the end of that one yet."""
+    """Whether its iterator comes from the pass before, whose end it may not have reported yet."""
     has_ended: bool = False
-    """Whether all ranks have agreed on its end because of the data, and only land what is left."""
+    """Whether all ranks have agreed on its end because of the data, and only complete the remaining rounds."""
 
     # Batches that are out; see Note [Batches that are out].
     num_counted: int = 0
@@ -104,7 +106,9 @@ class Pass:
         return self.num_out if self.looks_ahead and self.num_fed else 0
 
     def take(self, take: Take) -> tuple[Any, int]:
-        """Return the next batch, or `NOTHING`, and which use of it that is; nobody is asked again after `NOTHING`."""
+        """Return the next batch, or `NOTHING`, and the number of its use; the iterator is not asked again after
+        `NOTHING`.
+        """
         if self.error is not None:
             raise self.error
         if self.is_exhausted:
@@ -161,12 +165,12 @@ class Feed:
         self._asking: Callable[[], AbstractContextManager[None]] = (
             nullcontext if is_alone else functools.partial(lifetime.running, is_users=True)
         )
-        """In this block the loader is asked; where it raises, other ranks are told at once, and the job ends."""
+        """In this block the loader is asked; if it raises, the other ranks get the error at once, and the job ends."""
         self._on_update: Callable[[Update], None] | None = None
         self._last_update: int | None = None
         """After which to end."""
         self._landed: list[Update] = []
-        """Updates that nobody has been told of."""
+        """Updates that were not reported yet."""
         self._pass: Pass | None = None
         """The one in progress, or the last one."""
         self._is_feeding = False
@@ -257,7 +261,7 @@ class Feed:
             raise passes.counted_behind(self._compute.where, current.num_out)
 
     def arrived(self, update: Update | None) -> Update | None:
-        """Tell of the update that a micro-batch has brought, if it has; return it."""
+        """Report the update that a micro-batch has completed, if any; return it."""
         current = self._pass
         if current is not None and len(current.samples) > 1 and current.per_batch == 1:
             current.samples.popleft()
@@ -281,12 +285,12 @@ class Feed:
         self._is_feeding, self._on_update = False, None
 
     def _exhaust_with_last(self, current: Pass) -> None:
-        """Say with the last batch that there are no more."""
+        """Report with the last batch that the data have ended."""
         if current.is_exhausted and self._num_late == 1:
             self._compute.course.exhaust()
 
     def _tell(self, update: Update) -> Update:
-        """Return the update with what was taken from the loader, once `on_update` has heard of it."""
+        """Call `on_update`, then return the update with its counts of the loader."""
         if not self.has_begun:
             return update
         update = self.input.fill(update)
@@ -295,7 +299,7 @@ class Feed:
         return update
 
     def take_landed(self) -> list[Update]:
-        """Return the updates that nobody has been told of."""
+        """Return the updates that were not reported yet."""
         updates, self._landed = self._landed, []
         return updates
 
@@ -318,12 +322,12 @@ class Feed:
         return self._has_enough() or self._compute.course.is_pass_over(until)
 
     def _land_in_sight(self, last: int | None) -> None:
-        """Land rather than accumulate once the update `last` is in sight: what came behind would be lost."""
+        """Complete rounds rather than accumulate once the update `last` is in sight: later gradients would be lost."""
         while last is not None and self._compute.course.steps < last <= self._compute.course.steps_in_sight:
             self._keep(self._compute.fly())
 
     def _keep(self, update: Update | None) -> None:
-        """Tell of an update that no call returns, now or when `finish` returns it."""
+        """Report an update that no call returns, now or when `finish` returns it."""
         if update is not None:
             update = self._tell(update)
             self._landed += [] if self._on_update is not None else [update]
@@ -354,7 +358,7 @@ class Feed:
     def _look_ahead(self, current: Pass, batch: Any) -> Any:
         """Ask the loader once more while `batch`, the last by its length, is in hand; return that batch.
 
-        It is returned as a copy: whoever is asked again may write into its memory, or give it back.
+        It is returned as a copy: the iterator may write into its memory at the next call.
         """
         compute = self._compute
         with compute.lifetime.running():
@@ -384,10 +388,11 @@ class Feed:
             self._pass_round()
 
     def _pass_round(self) -> None:
-        """Take the next step of a rank without data: land, then close, in the order of ranks that have some.
+        """Take the next step of a rank without data: complete a round, then close one, in the order of ranks that
+        have data.
 
-        Guards look at a round before the one ahead of it lands, on all ranks alike. Where nobody has data left, what
-        accumulates is empty everywhere, and stays open.
+        Guards look at a round before the round ahead of it is complete, on all ranks alike. If no rank has data, the
+        accumulating round is empty everywhere, and stays open.
         """
         compute = self._compute
         if compute.overlaps:
@@ -400,7 +405,9 @@ class Feed:
         self._land_in_sight(self._last_update)
 
     def _end(self, current: Pass) -> None:
-        """Land what is left on any rank, and show the committed parameters; all ranks come here at the same round."""
+        """Complete the remaining rounds of all ranks, and show the committed parameters; all ranks come here at the
+        same round.
+        """
         compute = self._compute
         if not current.has_ended:  # or these are votes about what was left after the end of the data
             compute.course.end_pass()
@@ -416,7 +423,7 @@ class Feed:
         current.leave_behind(current.num_out > 0 and not is_known)
 
     def _is_drained(self) -> bool:
-        """Return whether every update has ended and nobody has anything left to contribute; the same on all ranks."""
+        """Return whether every update has ended and no rank has anything to contribute; the same on all ranks."""
         agreed = self._compute.course.have_all_left()
         agreement = self._job.replica.agreement
         # Ranks that step alone come to the last update at different times, and meet at an average behind it.
@@ -435,7 +442,7 @@ class Feed:
     def pass_state(self) -> dict[str, Any] | None:
         """Return where the pass in progress is, for a checkpoint with the loader's state; None where there is none.
 
-        One that was left before its end counts: its rest is not what comes next.
+        A pass that ended early counts too: its rest does not follow.
         """
         current, is_left = self._pass, not self._is_feeding
         if current is None or (is_left and current.is_exhausted):
@@ -467,20 +474,20 @@ class Feed:
         self._last_update = self._compute.course.steps
 
     def rest(self) -> None:
-        """All ranks are about to show, save or load what is committed: end a pass of which nothing more is counted."""
+        """All ranks are about to show, save or load committed state: end a pass of which nothing more is counted."""
         current = self._pass
         if current is not None and current.num_counted == self._compute.num_counted:
             self.close()
 
     def drain(self) -> None:
-        """Land everything, and have replicas averaged; all ranks must call."""
+        """Complete every round, and average the replicas; all ranks must call."""
         self.close()
         self._compute.course.finish()
         while not (self._is_drained() and self._job.replica.agreement.is_united):
             self._pass_round()
 
     def commit(self) -> list[Update]:
-        """Commit what this rank has counted and land everything; all ranks come here after the same micro-batch."""
+        """Commit the counted micro-batches and complete every round; all ranks call this after the same micro-batch."""
         compute = self._compute
         self.close()
         if self._pass is not None:

@@ -1,11 +1,10 @@
 """What may be asked of a loader of any kind, and what a checkpoint says of a pass over it.
 
-Note [A pass in a checkpoint]
-    A loader's state says where its iterator stands, and that may be at the end although the loop has not left the
-    pass: in the last batch, in an update that lands after it, or while other ranks have more data. A checkpoint with a
-    loader says where the pass is, too, and the first one after `load` is the rest of it, which may be empty. After
-    the loop of a pass that was left early, because another rank had no more data or the updates were done, the rest is
-    nobody's: the first one after `load` begins again, as it does in the run that saved.
+Note [A pass in a checkpoint] A loader's state has the position of its iterator, which may be the end although the
+    loop has not left the pass: in the last batch, in an update that is committed after it, or while other ranks have
+    more data. A checkpoint with a loader says where the pass is, too, and the first one after `load` is the rest of
+    it, which may be empty. If a pass ended early, because another rank had no more data or the updates were done, no
+    loop gets the rest: the first pass after `load` begins again, as it does in the run that saved.
 """
 
 import copy
@@ -82,7 +81,9 @@ def counted_behind(where: object, num_out: int) -> OutOfTurn:
 
 
 def ahead_of_clock(where: object) -> OutOfTurn:
-    """Return the error for a loop that looks ahead where nobody knows which micro-batch is an update's last."""
+    """Return the error for a loop that looks ahead under a `Clock`, where the last micro-batch of an update is not
+    known.
+    """
     return OutOfTurn(
         f"{where}: the loop asked for the next batch of feed(updates=...) before it counted the current "
         "batch; under a Clock no rank knows which batch is the last: ask for the next batch after "
@@ -140,12 +141,12 @@ def state_before(loader: Any) -> Any:
 
 
 def own_tensors(batch: Any) -> Any:
-    """Return a batch with memory of its own; what cannot be copied is the loader's."""
+    """Return a copy of a batch; parts that cannot be copied still belong to the loader."""
     return _own(batch, {})
 
 
 def _own(batch: Any, apart: dict[int, Any]) -> Any:
-    """See `own_tensors`; `apart` has by id what had to be taken apart."""
+    """See `own_tensors`; `apart` has, by id, the objects that were copied in parts."""
     copies: dict[int, Any] = {}
 
     def own(leaf: Any) -> Any:
@@ -165,7 +166,9 @@ def _own(batch: Any, apart: dict[int, Any]) -> Any:
 
 
 def _parts_copied(whole: Any, apart: dict[int, Any]) -> Any:
-    """Return an object that cannot be copied as a whole, such as one with a lock, with copies of what can be."""
+    """Return an object that cannot be copied as a whole, such as one with a lock, with copies of its parts where
+    possible.
+    """
     try:
         state = object.__getstate__(whole)
         kind: Any = type(whole)

@@ -5,7 +5,8 @@ from stretto.engine import Job
 
 
 class JobUpdates:
-    """Tells an `EchoLoader` which update its next batch goes to, and at which parameters its gradient will be taken.
+    """Returns to an `EchoLoader` the update of its next batch, and the parameters at which its gradient will be
+    taken.
 
     Args:
         job: Of this rank.

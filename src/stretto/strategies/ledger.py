@@ -80,7 +80,7 @@ class Ledger:
 
     @property
     def sends_changes(self) -> bool:
-        """Whether owners publish parameters, which may have a their own format (`Options.changes`)."""
+        """Whether owners publish parameters, which may have their own format (`Options.changes`)."""
         return not self.replicated or self.fragments > 0
 
     def inside_bytes(self, accumulation: float) -> float:

@@ -60,7 +60,7 @@ class Copies:
         self._step()
 
     def go_on(self) -> None:
-        """Take what has come, and start the next parts; nothing is waited for.
+        """Take the parts that have arrived, and start the next parts, without waiting.
 
         Raises:
             CommunicationError: A rank was lost.
@@ -78,7 +78,7 @@ class Copies:
             self._take(self._awaited)
 
     def end(self) -> None:
-        """Take what has come, as the term ends with an error."""
+        """Take the parts that have arrived, because the term ends with an error."""
         with contextlib.suppress(RuntimeError):  # a part that is lost with a rank
             while self._awaited is not None and self._awaited[0].is_completed():
                 self._awaited[0].wait()

@@ -19,7 +19,7 @@ from stretto.errors import CheckpointError
 from stretto.survive.shares import Generation, Share, named
 
 _PART = ".part"
-"""Ends the name of a file that is not whole yet, behind that of its share and what makes it unique."""
+"""Suffix of the name of an incomplete file, after the name of its share and a unique part."""
 _WHOLE = "stretto-was-whole"
 """The file that says that all ranks have kept a generation."""
 
@@ -53,7 +53,7 @@ class Folder:
         (self.path / _WHOLE).touch(mode=0o600)
 
     def shares(self) -> Iterator[tuple[Generation, int, Share]]:
-        """Yield what is there, with the rank that owned it; nobody may write meanwhile."""
+        """Yield every share with the rank that owned it; no process may write meanwhile."""
         for path in sorted(self.path.iterdir()):
             name = path.name.removesuffix(_PART)
             found = named(name if name == path.name else name.rpartition(".")[0])
@@ -66,7 +66,7 @@ class Folder:
             yield generation, owner, Share(owners, digest, mapped(path))
 
     def write(self, generation: Generation, owner: int, share: Share) -> Share:
-        """Write a share; return it as it is in the file.
+        """Write a share; return it as read from the file.
 
         Raises:
             CheckpointError: There is no room.

@@ -1,14 +1,13 @@
 """Generations: a job's state after some of its updates, kept in the memories of its ranks.
 
-What each rank would have written into a checkpoint is its *share*. A rank keeps its own share and that of another rank,
-on another machine where there is one, so that every share is there twice. A generation is whole if each of its shares
-is in some living rank's memory. That is found from what members hold, and not from a word that some have heard and
-others not. Two generations are kept, because ranks may be lost while copies of the newer one are sent
-(`stretto.survive.copies`).
+A rank's *share* is its part of a checkpoint. A rank keeps its own share and the share of another rank, on another
+machine if possible, so every share exists twice. A generation is whole if each of its shares is in some living rank's
+memory. Members find that from the shares that they hold, not from a message that may have reached only some. Two
+generations are kept, because ranks may be lost while copies of the newer one are sent (`stretto.survive.copies`).
 
-Note [Lost at once]
-    A share is there twice so that one loss leaves one of them. Without a folder, what is lost is a process. With one, a
-    process that ends loses nothing, and what is lost is a machine: shares of ranks of one machine need no copies there.
+Note [Lost at once] A share exists twice, so that one remains after a loss. Without a folder, the end of a process
+    loses its shares. With a folder it loses nothing, and only the end of a machine does: a share needs no copy on its
+    own machine.
 """
 
 import secrets
@@ -72,12 +71,12 @@ class Memory:
         loader: Loader | None = None,
         extra: Any = None,
     ) -> list[tuple[str, Any]]:
-        """Keep the state of a job at rest; all ranks must call. Return every rank's machine, and what it has told.
+        """Keep the state of a job at rest; all ranks must call. Return every rank's machine and message.
 
         Args:
             parallel: The job.
-            copies: Bring the copies, which are on their way after this; those before are complete.
-            told: Plain JSON, for the other ranks.
+            copies: Send the copies, which are in flight after this call; the copies before are complete. told: Plain
+                JSON, for the other ranks.
             loader: This rank's, if its position is to be kept.
             extra: Anything; rank 0's is kept.
 
@@ -137,11 +136,11 @@ class Memory:
         """Let a job continue from the newest generation that its ranks hold together; all ranks must call.
 
         None where nothing has been kept yet, or nothing after `at_least` updates. Every share of the generation is
-        there twice again after this. What is newer is forgotten: it is not whole, and never will be. What is kept after
-        this is newer than all that any rank has.
+        there twice again after this. Newer generations are dropped: they are not whole, and never will be. Every
+        state kept after this is newer than all states of any rank.
 
         Raises:
-            TornCheckpoint: No generation is whole: ranks have died together with those that held their copies.
+            TornCheckpoint: No generation is whole: ranks have died together with the ranks that held their copies.
         """
         holders: dict[Generation, dict[int, list[int]]] = {}
         owners: dict[Generation, int] = {}
@@ -275,8 +274,8 @@ def may_leave(machines: Sequence[str], wish: Sequence[int], *, together: bool) -
 
     Args:
         machines: The name of every rank's.
-        wish: The ranks that wish to leave. Where nobody would be left, all may at once.
-        together: Whether a machine is left by all of its ranks.
+        wish: The ranks that wish to leave. If no rank would remain, all may leave at once.
+        together: Whether all ranks of a machine leave together.
     """
     ranks = range(len(machines))
     to = buddies(machines)

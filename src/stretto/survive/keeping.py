@@ -106,7 +106,7 @@ class Keeping:
         return parallel.steps >= self._due
 
     def send_on(self) -> None:
-        """Send the next parts of copies, and take what has come.
+        """Send the next parts of copies, and take the parts that have arrived.
 
         Raises:
             CommunicationError: A rank was lost.
@@ -128,7 +128,7 @@ class Keeping:
     def keep(
         self, parallel: DataParallel, told: Any, *, loader: Loader | None, extra: Any
     ) -> list[tuple[str, Any]]:
-        """Keep the state; return every rank's machine, and what it has told.
+        """Keep the state; return every rank's machine and message.
 
         Raises:
             OutOfTurn: An update is in progress.
@@ -148,7 +148,7 @@ class Keeping:
         return [(machine, told) for machine, (_, told) in by_rank]
 
     def end(self) -> None:
-        """Take what has come, as the job ends with an error."""
+        """Take the parts that have arrived, because the job ends with an error."""
         self._copies.end()
 
 

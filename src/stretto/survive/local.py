@@ -79,7 +79,7 @@ class LocalCheckpoints:
 
         Args:
             parallel: The new job.
-            loader: This rank's. It is told its position where there are as many ranks as before; else
+            loader: This rank's. With as many ranks as before, Stretto restores its position; else
                 `Restored.loader_states` has the positions of all, for the caller to deal out.
             extra: As for `keep`; kept at the beginning of the job.
             begin: Called where there is no checkpoint, and where none is whole: loads one from a shared disk, for
@@ -88,7 +88,7 @@ class LocalCheckpoints:
                 newer one. The same on all ranks.
 
         Returns:
-            What has come back; None where nothing has.
+            The restored state; None if there was none.
 
         Raises:
             TornCheckpoint: None is whole, and there is no `begin`.

@@ -1,9 +1,9 @@
 """Who takes part in a job, term after term, agreed in a store that none of its ranks hosts.
 
 A term is a list of processes in order. It ends when one of them is lost, or when others have come. Then the next one is
-agreed: everybody who is still there says so, and whoever sees that all have said so, but for those known to be gone,
-writes the list by one `compare_set`. The value that is in the store after that is the answer for all. Who is not in it
-ends.
+agreed: every live member says so, and a member that sees all answers, except of members known to be gone, writes the
+    list by one `compare_set`. The value in the store after that is the answer for all. A process that is not in it
+    ends.
 
 A process is called by its *seat*, a number that no other process gets: a process that replaces a dead one has another
 seat, and no record of the dead one counts for it.
@@ -21,9 +21,9 @@ Note [Who is gone]
     A member that has said nothing yet may be dead, or in the middle of a long pass. It is gone once its death is
     written: by its supervisor, or by the process that replaces it. If another member has found its connection closed,
     it is gone unless it gives signs of life in the job that ends, as every rank does twice a second until its own
-    part has ended. Otherwise it is gone after `silent_seconds` without a sign. So a rank that is late is waited for,
-    and one that sleeps is not. Where all members of a term are dead, nobody waits to come in any longer. So it is
-    where none of them has given a sign of life for longer than a new term takes to be agreed and to begin.
+    part has ended. Otherwise it is gone after `silent_seconds` without a sign. So members wait for a late rank, and
+    not for a stopped one. If all members of a term are dead, no process waits to join any longer. The same holds if
+    none of them has given a sign of life for longer than a new term takes to be agreed and to begin.
 
 Note [Nodes come and go whole] Where the ranks of a node add up gradients before these leave it, a node that has lost
     one of them cannot do as the others do. Then the list has those nodes alone of which all ranks are there, node by
@@ -57,17 +57,18 @@ _POLL_SECONDS = 0.01
 _LOOK_SECONDS = 1.0
 """Between two looks of a process that waits to come in at all members' signs of life."""
 _MOST_PAUSES = 25
-"""Of those that are meant to be between two looks, or twice what a look has taken at least, where the store is slow.
-What passes beyond is no silence of others: this process was stopped, or the store answered nobody."""
+"""The intended seconds between two looks, or, if the store is slow, twice the duration of a look. Longer pauses do
+not count as silence of others: this process was stopped, or the store did not answer.
+"""
 _BOUND_SECONDS = 1.0
 """Beyond `silent_seconds`, how long the store may take for one answer."""
 _LEAST_BOUND_SECONDS = 6.0
-"""A store that looks up a name answers nobody for five seconds, where no resolver answers it."""
+"""A store that looks up a name does not answer for five seconds if it has no resolver."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ended:
-    """What one member brings from the term that has ended."""
+    """One member's knowledge at the end of a term."""
 
     number: int
     """Of the term; -1 before the first."""
@@ -101,7 +102,7 @@ def by_node(seats: Sequence[int], places: Mapping[int, int], ranks_per_node: int
 
 
 class Members(Protocol):
-    """One process's part in the agreement, whatever it is agreed by; `Membership` says what each part does."""
+    """One process's part in the agreement, by any means of communication; `Membership` documents each method."""
 
     seat: int
     ranks_per_node: int
@@ -135,7 +136,7 @@ class Membership:
         rank: The place for which this process was started, from 0.
         ranks: How many places there are.
         silent_seconds: How long a member may say nothing and give no sign of life.
-        seat: Where whoever starts the processes numbers them; None draws a number.
+        seat: The number that the starter of the processes gave this one; None draws a number.
         address: Of this machine, where Gloo listens; None lets Gloo choose.
         ranks_per_node: Of places that follow each other; see Note [Nodes come and go whole].
     """
@@ -167,7 +168,7 @@ class Membership:
 
     @property
     def machine(self) -> str:
-        """What is lost at once, in a word: the machine of this process, or its node."""
+        """The name of the unit that is lost at once: the machine of this process, or its node."""
         if self.ranks_per_node == 1:
             return socket.gethostname()
         return f"node {self._place // self.ranks_per_node}"
@@ -232,7 +233,7 @@ class Membership:
         self._bounded(lambda: announce_death(self._job, seat, why))
 
     def died(self, how: str) -> None:
-        """Tell the others that this process leaves for good, if the store answers."""
+        """Inform the others that this process leaves for good, if the store answers."""
         if self._is_lost:
             return
         with contextlib.suppress(CommunicationError):
@@ -352,7 +353,7 @@ class Membership:
             self._waiting = self._whole(self._asking(()))
 
     def _asking(self, seats: Sequence[int]) -> list[int]:
-        """Return who wants to come in and lives, but for those that are in already."""
+        """Return live processes that want to join and are not members yet."""
         died, entered = deaths(self._job), [seat for (seat,) in self._lines("entered")]
         return [seat for seat, _ in self._lines("waiting") if seat not in {*seats, *died, *entered}]
 
@@ -413,7 +414,7 @@ class _Missing:
         """Return whether everybody is gone who has said nothing.
 
         Args:
-            said: By those that have, in their order: whether they are done, and whom they take for dead.
+            said: Answers of members, in their order: whether they are done, and which seats they count as dead.
             died: Seats whose death was written.
         """
         blamed = {seat for _, *seats in said.values() for seat in seats}

@@ -23,7 +23,7 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank held of a generation."""
+    """One rank's part of a generation."""
 
     owners: int
     """How many shares the generation has."""

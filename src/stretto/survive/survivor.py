@@ -1,8 +1,8 @@
 """A job that continues in the same processes when ranks are lost, leave or come.
 
 Nothing inside a job survives the loss of a rank. The process does, and so do the generations in its memory: the job
-ends, its connections are shut, those that are left agree who they are, and the user's function is called again. It
-builds a new job on a new group and continues from the newest generation that is whole.
+ends, its connections are shut, the remaining ranks agree on their list, and Stretto calls the user's function again.
+It builds a new job on a new group and continues from the newest generation that is whole.
 """
 
 import logging
@@ -70,9 +70,9 @@ def survives(
     Args:
         train: Builds a job over `term.group`, calls `term.go_on` before training and `term.keep` after every update.
         store: Where `stretto meet` listens, as host:port; or a store. It has to outlive every rank.
-        rank: This process's place at the start, from 0; None is what a launcher has told it. A process that is started
-            again for the same place comes in as a new one.
-        ranks: How many places there are at the start; None is what a launcher has told this process.
+        rank: This process's place at the start, from 0; None takes it from a launcher. A process that is started
+            again for the same place joins as a new process.
+        ranks: The number of places at the start; None takes it from a launcher.
         every: Updates between two generations; None lets the library choose, so that keeping them takes about a
             hundredth of the time.
         silent_seconds: How long a rank that says nothing may give no sign of life before the others continue without
@@ -81,17 +81,17 @@ def survives(
             rank is excluded, and joins again once all of its ranks have been started again.
         leaves_at: Signals at which this process leaves (`Term.leave`), such as `signal.SIGTERM` where machines are
             taken away with notice. A second one does what it would do without this.
-        seat: The number of this process, where whoever starts them numbers them: places first, then on from there.
+        seat: The number of this process, if its starter numbers processes: places first, then further numbers.
         address: Of this machine, where Gloo listens; None lets Gloo choose.
 
     Raises:
         ConfigError: `ranks` is no multiple of `ranks_per_node`, or `leaves_at` is no list or given outside the main
             thread.
-        LeftOut: The others continue without this process: it has left as it was asked to, was taken for dead, or its
-            node is not whole.
+        LeftOut: The others continue without this process: it has left on request, was counted as dead, or its node is
+            not whole.
         CorruptionError: Guards have named this process, or cannot say whom to name; those that they do not name
             continue.
-        CommunicationError: Three terms in a row have lost nobody and committed nothing.
+        CommunicationError: Three terms in a row have ended without a lost rank and without a committed update.
         Exception: What `train` raises; the others continue without this process.
     """
     rank, ranks = told_place(rank, ranks)
@@ -109,7 +109,7 @@ def survives(
 
 
 def survive_among(train: Callable[[Term], T], membership: Members, every: int | None, wish: Wish) -> T:
-    """As `survives`, whatever members agree by."""
+    """As `survives`, over any `Members`."""
     try:
         return _Survivor(train, membership, every, wish).run()
     except LeftOut:
@@ -209,7 +209,7 @@ class _Survivor(Generic[T]):
         return self._membership.seat not in named
 
     def _end_of_work(self, number: int, seats: Sequence[int]) -> tuple[int, Sequence[int]]:
-        """Return the term after the one in which this process has done its work; without a store, nobody asks."""
+        """Return the term after the one in which this process has done its work; without a store, there is none."""
         try:
             return self._membership.following(Ended(number, seats, is_done=True))
         except (PeerFailed, PeerSilent) as error:
@@ -217,7 +217,7 @@ class _Survivor(Generic[T]):
             return number + 1, ()
 
     def _begin(self, number: int, seats: Sequence[int]) -> Term:
-        """Make the group of a term; one that ended by plan is left now that nobody waits for it any more."""
+        """Make the group of a term; leave a group that ended by plan, now that no rank waits for it."""
         group = self._membership.group(number, seats)
         if self._planned is not None:
             self._planned.leave()
@@ -244,8 +244,7 @@ def connect(address: str) -> Store:
     """Return the store that `stretto meet` hosts at host:port.
 
     Raises:
-        ConfigError: It is no such address.
-        CommunicationError: Nobody answers there.
+        ConfigError: It is no such address. CommunicationError: No store answers there.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():

@@ -123,7 +123,7 @@ class Process:
 
 
 class Term:
-    """What the user's function is told of the time until a rank is lost or comes."""
+    """The argument of the user's function: the time until a rank is lost or joins."""
 
     def __init__(
         self,
@@ -162,13 +162,13 @@ class Term:
 
         Args:
             parallel: The new job, over `group`.
-            loader: This rank's. It is told its position where there are as many ranks as before; else
+            loader: This rank's. With as many ranks as before, Stretto restores its position; else
                 `Restored.loader_states` has the positions of all, for the caller to deal out.
             extra: As for `keep`; kept at the beginning of the job.
             begin: Called at the beginning of the job, before its state is kept: loads a checkpoint, for example.
 
         Returns:
-            What has come back; None at the beginning of the job.
+            The restored state; None at the beginning of the job.
 
         Raises:
             ConfigError: The job is not over `group`.
@@ -195,7 +195,7 @@ class Term:
 
         For models that `fully_shard` shards inside nodes. FSDP2 keeps the mesh in the model, so sharded models and
         their optimizers are built again in every term. Torch's default group is made with them, over all members. It
-        goes with the term, and nobody else may make one. All work over Gloo, on any device.
+        ends with the term, and no other code may make one. All work over Gloo, on any device.
 
         Args:
             device_type: Where parameters are, such as "cuda".
@@ -273,7 +273,7 @@ class Term:
         }
 
     def _stay(self, by_rank: Sequence[tuple[str, Any]]) -> list[int]:
-        """Return the seats of those that continue from a state.
+        """Return the seats of the members that continue from a state.
 
         Args:
             by_rank: Of every rank, its machine, and what its `_asked_for` has returned.
@@ -309,7 +309,7 @@ class Term:
 
 
 class Planned(BaseException):
-    """The term ends with everything kept, because others have come or some leave: with those that continue."""
+    """The term ends with everything kept, because others have joined or some leave; has the seats that continue."""
 
     def __init__(self, seats: Sequence[int], group: Leavable) -> None:
         super().__init__(seats)

@@ -27,7 +27,7 @@ class EstimateConfig:
     update_seconds: float = 1.0
     """Of computing, per rank and update: all its micro-batches and the optimizer, without communication."""
     ranks: int = 4
-    """Ranks, with a their own link each."""
+    """Ranks, each with its own link."""
     network: str = "1gbit"
     """free, datacenter, ethernet, office, internet, or a link of every rank such as 100mbit."""
     micro_batches: int = 4

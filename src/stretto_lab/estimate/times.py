@@ -50,7 +50,7 @@ class Work:
     update_seconds: float
     """Of computing, per rank and update, without any communication."""
     ranks: int
-    """With a their own link each."""
+    """Each with its own link."""
     micro_batches: int
     """Per rank and update."""
     link: Link

@@ -113,7 +113,7 @@ class Arm:
 
     @property
     def sends_changes(self) -> bool:
-        """Whether it publishes parameters in a their own format; see `Ledger.sends_changes`."""
+        """Whether it publishes parameters in their own format; see `Ledger.sends_changes`."""
         return self.is_ours and ledger_of(self.strategy()).sends_changes
 
     def strategy(self) -> Strategy:
