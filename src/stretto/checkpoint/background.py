@@ -43,8 +43,8 @@ class BackgroundSave(Listener):
     Args:
         parallel: The job.
         ranks: Its ranks.
-        steps: What is still to be done, on all ranks alike.
-        abandon: Removes what was written, after a failure.
+        steps: The remaining work, on all ranks alike.
+        abandon: Removes the written files after a failure.
     """
 
     def __init__(
