@@ -25,8 +25,7 @@ from typing import Any
 from namespaces import compare_behind
 
 from stretto_lab.observe import replace_json
-from stretto_lab.train.loop import seconds_to_loss
-from stretto_lab.train.outcome import Evaluation
+from stretto_lab.train.outcome import Evaluation, seconds_to_loss
 
 AVERAGE = "diloco:outer_lr=1:outer_momentum=0:keep_progress=on:wire=int4"
 """Averages of replicas in 4 bits, beside the next updates."""

@@ -66,7 +66,7 @@ def test_a_run_that_data_end_shows_their_share_and_the_time_left_by_its_rate(
     draw = random.Random(seed)
     spent, seconds = [draw.uniform(0, 0.5)], [draw.uniform(0, 99)]  # a resumed run has spent some
     progress = Progress(Header(title="", updates=None, seconds=None, samples=500_000))
-    progress.lasts(lambda: spent[-1])
+    progress.follows(is_stopped=bool, share=lambda: spent[-1])
     for step in range(1, draw.randint(2, 20)):
         spent.append(spent[-1] + draw.uniform(0, 0.025))
         seconds.append(seconds[-1] + draw.uniform(0.1, 20))
@@ -84,7 +84,7 @@ def test_a_stop_is_told_after_silence_too(monkeypatch: pytest.MonkeyPatch) -> No
     now = [100.0]
     monkeypatch.setattr("stretto_lab.observe.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
     progress = Progress(HEADER)
-    progress.lands_when(lambda: True)
+    progress.follows(is_stopped=lambda: True, share=float)
     progress.updated(update(1), training_seconds=2.0)
     now[0] += 12
     assert progress._still() == f"{LANDING}: 0:12 since then"

@@ -15,7 +15,7 @@ from stretto_lab.observe import read_json_lines
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.comparison import _run_of
 from stretto_lab.train.configuration import CompareConfig, RunConfig
-from stretto_lab.train.rates import strategy_of
+from stretto_lab.train.handle import strategy_of
 from stretto_lab.train.simulation import SimulateConfig, simulate
 from tests.draws import part
 from tests.train.tiny import Tiny

@@ -1,7 +1,6 @@
 """When a held-out loss counts as reached."""
 
-from stretto_lab.train.loop import seconds_to_loss
-from stretto_lab.train.outcome import Evaluation
+from stretto_lab.train.outcome import Evaluation, seconds_to_loss
 
 REACHED: list[tuple[list[float], float, float | None]] = [
     ([4.0, 2.0, 2.0], 3.5, 2.5),  # from 4 at 0 s to 2 at 10 s: after a quarter of the way

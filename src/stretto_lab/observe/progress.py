@@ -63,13 +63,9 @@ class Progress(Observer):
         """Hear what is waited for; it is told only where that takes long."""
         self._doing, self._since = what, time.monotonic()
 
-    def lands_when(self, is_stopped: Callable[[], bool]) -> None:
-        """Tell that the run ends as soon as `is_stopped()`: a stop signal has come, and what is in progress lands."""
-        self._is_stopped = is_stopped
-
-    def lasts(self, share: Callable[[], float]) -> None:
-        """Tell how far the run is: `share()` of the updates or samples that end it is done, at most 1."""
-        self._share = share
+    def follows(self, *, is_stopped: Callable[[], bool], share: Callable[[], float]) -> None:
+        """Hear where to ask whether a stop signal has come, and which part of the updates or samples is done."""
+        self._is_stopped, self._share = is_stopped, share
 
     def doing(self, what: str) -> None:
         """Print what is being done before the first update can be."""

@@ -246,6 +246,11 @@ class RunConfig(Job[TaskT]):
                 "numbers; remove one of the options"
             )
 
+    @property
+    def saves_every(self) -> int | None:
+        """Updates between checkpoints; None where there are none, for want of a folder too."""
+        return None if self.run_dir is None else self.checkpoint_every
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DiagnoseConfig(Job[TaskT]):

@@ -1,11 +1,9 @@
 """What the training loop holds: `DataParallel` or a stock method with the same interface, as a run says."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -13,17 +11,18 @@ from torch.optim import Optimizer
 from stretto.engine import Clock, Options, Total
 from stretto.errors import ConfigError
 from stretto.exchange import check_nodes
+from stretto.fields import field_types
 from stretto.groups import Link, SoloGroup
 from stretto.guards.text import parse_guards
 from stretto.parallel import DataParallel
-from stretto_lab.faults import Application, FaultPlan, FaultyGroup, Injector, strike_memory
+from stretto.schedules import Along, over
+from stretto.strategies import STRATEGIES, Strategy
 from stretto_lab.patience import waiting
 from stretto_lab.peers import Peer, make_peer
 from stretto_lab.recipes import OverFiles
-from stretto_lab.train.arms import parse_arm, peer_of
+from stretto_lab.train.arms import Arm, parse_arm, peer_of
 from stretto_lab.train.budget import Budget, budget_of
 from stretto_lab.train.configuration import RunConfig, TaskT
-from stretto_lab.train.rates import strategy_of
 
 Batch = TypeVar("Batch")
 
@@ -82,6 +81,25 @@ def open_handle(
         guards=parse_guards(run.guards, run.seed),
         options=_options(run),
     )
+
+
+def strategy_of(arm: Arm, run: RunConfig[TaskT], budget: Budget | None) -> Strategy:
+    """Return the strategy of an arm, one that stays, in its run.
+
+    Raises:
+        ConfigError: Its rate follows what cannot be known.
+    """
+    options = dict(arm.options)
+    if "seed" in field_types(STRATEGIES[arm.name]):
+        options.setdefault("seed", run.seed)
+    if "rate" in options:
+        options["rate"] = over(options["rate"], None if budget is None else budget.updates)
+        if isinstance(options["rate"], Along) and options.get("plan", "even") == "even":
+            raise ConfigError(
+                f"{arm.text}: even averages add up a rate from the first round on, and this one follows a budget of "
+                "samples: expected plan=bernoulli, or the number of updates as a third value"
+            )
+    return STRATEGIES[arm.name](**options)
 
 
 def _options(run: RunConfig[TaskT]) -> Options:
@@ -156,46 +174,3 @@ def _check_shards(run: RunConfig[TaskT], world_size: int) -> None:
     }
     if refused := [what for what, is_asked in unfit.items() if is_asked]:
         raise ConfigError(f"shard={run.shard} with {', '.join(refused)}: not built yet; remove one of them")
-
-
-class Rehearsal:
-    """Puts the faults of a run into the job of one rank; does nothing where the run has none.
-
-    Args:
-        run: With its faults.
-        rank: This rank.
-    """
-
-    def __init__(self, run: RunConfig[TaskT], rank: int) -> None:
-        self._injector = Injector(FaultPlan(run.faults).drawn_from(run.seed), rank)
-        self._is_on = bool(run.faults)
-
-    def wrap(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-        """Return the group to train with: `group`, or one that damages what this rank receives over it.
-
-        None is torch's default group.
-        """
-        whole = dist.group.WORLD if group is None else group
-        return FaultyGroup(whole, self._injector) if self._is_on and whole is not None else group
-
-    def begin(self, handle: Handle) -> None:
-        """Begin to damage the memory of the job.
-
-        Raises:
-            ConfigError: The job is a stock method's.
-        """
-        if not self._is_on:
-            return
-        if not isinstance(handle, DataParallel):
-            raise ConfigError(f"faults strike jobs of DataParallel, not {type(handle).__name__}")
-        strike_memory(handle, self._injector)
-
-    @property
-    def applications(self) -> Sequence[Application]:
-        """Every strike on this rank so far, in order; the same object grows."""
-        return self._injector.applications
-
-    @property
-    def struck(self) -> int:
-        """How often faults have changed values on this rank."""
-        return sum(application.changed for application in self.applications)

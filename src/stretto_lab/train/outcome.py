@@ -7,8 +7,9 @@ that was made for it.
 
 import dataclasses
 import json
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ import torch
 from stretto.disk import UNFINISHED, read_whole
 from stretto.errors import ConfigError
 from stretto.machine import describe_environment
-from stretto.records import Update
 from stretto_lab.observe import replace_json
 from stretto_lab.recipes.task import loss_unit
 from stretto_lab.train.arms import parse_arm
@@ -93,51 +93,32 @@ class Outcome:
     """Times that faults of the run, which are done on purpose, changed values of this rank."""
 
 
-class Totals:
-    """Adds up the updates made here, and keeps all evaluations.
+def seconds_to_loss(evaluations: Sequence[Evaluation], target: float) -> float | None:
+    """Return the training time at which `target` was reached, or None.
+
+    A single evaluation at or below the target may be luck, so the next one has to confirm it. The time is taken
+    between evaluations, on the straight line from the last one above the target, if that is finite, to the first of
+    the two below:
+
+        t = t0 + (t1 - t0) (l0 - target) / (l0 - l1),      l0 > target >= l1
 
     Args:
-        warmup_updates: First updates that the rate skips.
-        baseline_bytes: Peak resident memory of the process before the model was wrapped.
+        evaluations: In the order of time.
+        target: Held-out loss.
     """
+    for index in range(len(evaluations) - 1):
+        first, confirming = evaluations[index], evaluations[index + 1]
+        if first.heldout_loss <= target and confirming.heldout_loss <= target:
+            return _crossing(evaluations[index - 1], first, target) if index else first.training_seconds
+    return None
 
-    def __init__(self, warmup_updates: int, baseline_bytes: int) -> None:
-        self.baseline_bytes = baseline_bytes
-        self.evaluations: list[Evaluation] = []
-        self.samples = 0
-        self.fresh_samples = 0
-        self.sent_bytes = 0
-        self.exposed_seconds = 0.0
-        self.lane_seconds = 0.0
-        self.fresh_batches = 0
-        self.echoed_batches = 0
-        self.wait_seconds = 0.0
-        self._warmup_updates = warmup_updates
-        self._arrivals: list[tuple[float, int]] = []
 
-    def add(self, update: Update) -> None:
-        """Count an update."""
-        self.samples += update.samples
-        self.fresh_samples += update.fresh_samples
-        self.sent_bytes += update.sent_bytes
-        self.exposed_seconds += update.exposed_seconds
-        self.lane_seconds += update.lane_seconds
-        self.fresh_batches += update.fresh
-        self.echoed_batches += update.echoed
-        self.wait_seconds += update.wait_seconds
-
-    def arrived(self, update: Update, training_seconds: float) -> None:
-        """Note when the loop received an update, for the rate; updates of `finish` come at another pace."""
-        self._arrivals.append((training_seconds, update.samples))
-
-    @property
-    def samples_per_second(self) -> float | None:
-        """The steady rate: from the last update of the warm-up to the last one received."""
-        steady = self._arrivals[max(0, self._warmup_updates - 1) :]
-        if len(steady) < 2:
-            return None
-        samples = sum(samples for _, samples in steady[1:])
-        return samples / (steady[-1][0] - steady[0][0])
+def _crossing(above: Evaluation, below: Evaluation, target: float) -> float:
+    if not math.isfinite(above.heldout_loss):
+        return below.training_seconds  # no line leads there
+    # The evaluation before a confirmed pair is above the target, or it would have been the pair's first.
+    share = (above.heldout_loss - target) / (above.heldout_loss - below.heldout_loss)
+    return above.training_seconds + share * (below.training_seconds - above.training_seconds)
 
 
 def new_run_folder(recipe: str) -> str:

@@ -1,11 +1,11 @@
-"""One rank's whole run: join the others, build the task, begin or continue, train, look at the result."""
+"""One rank's whole run, from top to bottom: join the others, build the task, begin or continue, train, look."""
 
 import dataclasses
 import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -14,17 +14,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch import distributed as dist
 
+from stretto import checkpoint
 from stretto.disk import replace_file, replace_folder
 from stretto.errors import LeftOut
 from stretto.groups import Link, ThrottledLeavable
 from stretto.groups.wire import Wire
 from stretto.machine import most_bytes, peak_resident_bytes
+from stretto.random_states import kept_random_states
 from stretto.recorder import Curves, RunFiles
+from stretto.records import Update
 from stretto.survive import Term, survives
 from stretto.terminal import printable
+from stretto_lab.faults import FaultPlan, FaultyGroup, Injector, strike_memory
 from stretto_lab.observe import (
     Header,
     Observer,
@@ -38,13 +41,13 @@ from stretto_lab.recipes.task import loss_unit
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.budget import Budget, budget_of
 from stretto_lab.train.configuration import RunConfig, TaskT
-from stretto_lab.train.handle import Rehearsal, open_handle
-from stretto_lab.train.loop import Loop, LoopPlan, Stopwatch, seconds_to_loss
-from stretto_lab.train.outcome import Outcome, Totals, note_parameters
+from stretto_lab.train.handle import Handle, open_handle
+from stretto_lab.train.outcome import Evaluation, Outcome, note_parameters, seconds_to_loss
+from stretto_lab.train.processes import Stops
 from stretto_lab.train.replaced import Left
 from stretto_lab.train.shards import placed, whole_state
 from stretto_lab.train.slow_rank import Wait, slow_down
-from stretto_lab.train.state import Saves, TrainState, loader_of
+from stretto_lab.train.state import KEPT, TrainState, checkpoints_of, loader_of, savable
 from stretto_lab.train.workers import (
     RankInfo,
     address_of,
@@ -193,70 +196,6 @@ def train_at(
 
     A process that has built its task before it joined gives that.
     """
-    budget = budget_of(run, context.world_size, context.total)
-    task, mesh = _begun(context, run, progress, task)
-    loader = loader_of(run, task.loader, context.rank, context.group, budget)
-    task = dataclasses.replace(task, loader=loader)
-    totals = Totals(warmup_updates, baseline_bytes=peak_resident_bytes())
-    rehearsal = Rehearsal(run, context.rank)
-    scheduler = task.scheduler if budget is None else budget.paces(task.scheduler)
-    group = rehearsal.wrap(context.group)
-    with open_handle(
-        run, task.model, task.optimizer, scheduler, group, budget, mesh, context.total
-    ) as handle:
-        rehearsal.begin(handle)
-        slow_down(handle, run.slow, context.device, context.now, context.wait)
-        _seed(run.seed, context.rank)
-        start = TrainState.restore(run, task, handle, context.term, context.total)
-        if budget is not None:
-            budget.go_on(start.step or 0, start.samples)
-        saves = Saves(run, task, handle, totals, context.term)
-        if progress is not None:
-            _show_start(progress, start, budget, saves)
-        totals.evaluations.extend(start.evaluations)
-        _begin_together(context)
-        stopwatch = Stopwatch(start.training_seconds, context.now)
-        observers = _observers(run, start, context, progress, rehearsal)
-        loop = Loop(
-            task,
-            handle,
-            _plan(run, budget),
-            observers=observers,
-            saves=saves,
-            stopwatch=stopwatch,
-            totals=totals,
-            losses={} if context.losses is None else context.losses,
-        )
-        for observer, incident in itertools.product(observers, start.incidents):
-            observer.noticed(incident)
-        try:
-            outcome = _train(run, loop, context)
-        finally:
-            for observer in observers:
-                observer.close()
-    return dataclasses.replace(
-        outcome,
-        resumed_from=start.step or 0,
-        seconds_before=start.training_seconds,
-        faults_struck=rehearsal.struck,
-    )
-
-
-def _show_start(progress: Progress, start: TrainState, budget: Budget | None, saves: Saves[Any]) -> None:
-    progress.lands_when(lambda: saves.is_stopped)
-    if budget is not None:
-        progress.lasts(budget.share)
-    if start.step:
-        progress.doing(f"resuming after update {start.step}")
-    for note in start.notes:
-        progress.doing(f"note: {note}")
-    progress.waits("waiting for the others, or evaluating before the first update")
-
-
-def _begun(
-    context: RankContext, run: RunConfig[TaskT], progress: Progress | None, task: Task | None
-) -> tuple[Task, Any]:
-    """Return the task on its device, built here unless it has been built before, and the mesh of `placed`."""
     if progress is not None:
         follows = "" if task is not None else ": reading data, building the model"
         progress.doing(f"workers have started on {context.device}{follows}")
@@ -267,7 +206,53 @@ def _begun(
         note_parameters(Path(run.run_dir), size)
     if progress is not None:
         progress.doing(f"data and model are ready: {size:,} parameters")
-    return task, mesh
+    budget = budget_of(run, context.world_size, context.total)
+    loader = loader_of(run, task.loader, context.rank, context.group, budget)
+    task = dataclasses.replace(task, loader=loader)
+    scheduler = task.scheduler if budget is None else budget.paces(task.scheduler)
+    baseline_bytes = peak_resident_bytes()
+    injector = Injector(FaultPlan(run.faults).drawn_from(run.seed), context.rank)
+    group = FaultyGroup(context.whole, injector) if run.faults else context.group
+    with open_handle(
+        run, task.model, task.optimizer, scheduler, group, budget, mesh, context.total
+    ) as handle:
+        if run.faults:
+            strike_memory(savable(handle), injector)
+        slow_down(handle, run.slow, context.device, context.now, context.wait)
+        _seed(run.seed, context.rank)
+        start = TrainState.restore(run, task, handle, context.term, context.total)
+        if budget is not None:
+            budget.go_on(start.step or 0, start.samples)
+        stops = Stops() if run.saves_every is not None else None
+        if progress is not None:
+            progress.follows(
+                is_stopped=lambda: stops is not None and stops.has_come,
+                share=float if budget is None else budget.share,
+            )
+            if start.step:
+                progress.doing(f"resuming after update {start.step}")
+            for note in start.notes:
+                progress.doing(f"note: {note}")
+            progress.waits("waiting for the other ranks, or measuring the held-out loss")
+        _begin_together(context)
+        stopwatch = Stopwatch(start.training_seconds, context.now)
+        with _observers(run, start, context, progress, injector) as observers:
+            for observer, incident in itertools.product(observers, start.incidents):
+                observer.noticed(incident)
+            loop = Loop(
+                run=run,
+                context=context,
+                task=task,
+                handle=handle,
+                budget=budget,
+                observers=observers,
+                stopwatch=stopwatch,
+                stops=stops,
+                start=start,
+            )
+            outcome = loop.train(warmup_updates, baseline_bytes)
+    struck = sum(application.changed for application in injector.applications)
+    return dataclasses.replace(outcome, faults_struck=struck)
 
 
 def _built(run: RunConfig[TaskT], rank: int, world_size: int, total: int | None) -> Task:
@@ -294,79 +279,220 @@ def _begin_together(context: RankContext) -> None:
     here.item()  # a device's work has ended only now
 
 
-def _train(run: RunConfig[TaskT], loop: Loop, context: RankContext) -> Outcome:
-    """Train, from the first evaluation to the last, or to a stop signal."""
-    if not loop.totals.evaluations:
-        loop.evaluate()
-    loop.run()
-    training_seconds, cpu_seconds = loop.stopwatch.seconds, loop.stopwatch.cpu_seconds
-    is_stopped = loop.can_land and _any_is_stopped(loop, context)
-    if not is_stopped:
-        loop.evaluate()
-    if loop.plan.checkpoint_every is not None:
-        loop.save()
-    if not is_stopped and run.run_dir is not None:
-        state = whole_state(loop.task.model, keeps=context.rank == 0)
-        if context.rank == 0:
-            _write_model(loop.task, state, Path(run.run_dir))
-    return _outcome(run, loop, training_seconds, cpu_seconds, looks=not is_stopped)
+class Stopwatch:
+    """Measures training time: it runs from the start, but not in blocks in which it is held.
+
+    Args:
+        before: Seconds of training before the checkpoint that the run continues from.
+        now: The clock, in seconds; a virtual cluster has its own.
+    """
+
+    def __init__(self, before: float, now: Callable[[], float]) -> None:
+        self._clocks = {"wall": now, "processor": time.process_time}
+        self._started = {name: clock() for name, clock in self._clocks.items()}
+        self._started["wall"] -= before
+        self._held_at: dict[str, float] = {}
+
+    def _read(self, name: str) -> float:
+        return self._held_at.get(name, self._clocks[name]()) - self._started[name]
+
+    @property
+    def seconds(self) -> float:
+        """Training time so far."""
+        return self._read("wall")
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Processor time of all threads of the process, in this part of the run."""
+        return self._read("processor")
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Do not count the time of the block; blocks do not nest."""
+        self._held_at = {name: clock() for name, clock in self._clocks.items()}
+        try:
+            yield
+        finally:
+            for name, held_at in self._held_at.items():
+                self._started[name] += self._clocks[name]() - held_at
+            self._held_at = {}
 
 
-def _write_model(task: Task, state: Mapping[str, Tensor], folder: Path) -> None:
-    replace_file(folder / "model.pt", lambda path: torch.save(state, path))
-    if task.publish is not None:
-        replace_folder(folder / "model", partial(task.publish, state))
+_SUMMED = (
+    "samples", "fresh_samples", "sent_bytes", "exposed_seconds", "lane_seconds", "wait_seconds", "fresh", "echoed",
+)  # fmt: skip
+"""Fields of an update whose sums over the updates made here are part of the outcome."""
 
 
-def _any_is_stopped(loop: Loop, context: RankContext) -> bool:
-    """Return whether a stop signal has come to any rank; all ranks must call."""
-    told = torch.tensor([float(loop.is_stopped)], device=context.device)
-    context.whole.allreduce([told]).wait()
-    return bool(told.item() > 0)
+@dataclasses.dataclass(kw_only=True)
+class Loop:
+    """The training loop of one rank, the same for every strategy and every stock method.
+
+    Evaluations, observers and checkpoints do not change a run: they happen right after an update, while the stopwatch
+    is held, and random states are put back. A run is the same to the bit with and without them.
+    """
+
+    run: RunConfig[Any]
+    context: RankContext
+    task: Task
+    handle: Handle
+    budget: Budget | None
+    observers: Sequence[Observer]
+    """Rank 0 tells them of every update, evaluation and incident; others have none."""
+    stopwatch: Stopwatch
+    stops: Stops | None
+    """Where a stop signal lets the run save and end; None on all ranks or on none."""
+    start: TrainState
+
+    def __post_init__(self) -> None:
+        self.evaluations = list(self.start.evaluations)
+        self.sums: dict[str, Any] = dict.fromkeys(_SUMMED, 0)
+        self.arrivals: list[tuple[float, int]] = []
+
+    def train(self, warmup_updates: int, baseline_bytes: int) -> Outcome:
+        """Train from the first evaluation to the last, or to a stop signal; commit what is left, save, and look."""
+        if not self.evaluations:
+            self._evaluate()
+        last = None if self.budget is None else self.budget.last_update(self.handle.steps)
+        loss_function = partial(self.task.loss, self.handle.model)
+        for batch in self.handle.feed(self.task.loader, last, on_update=self._committed):
+            self.handle.micro_batch(loss_function, batch)
+        for update in self.handle.finish():  # these come at another pace: the rate leaves them out
+            self._count(update)
+        for incident, observer in itertools.product(self.handle.late_incidents, self.observers):
+            observer.noticed(incident)
+        seconds, cpu_seconds = self.stopwatch.seconds, self.stopwatch.cpu_seconds
+        is_stopped = self.stops is not None and self._any_is_stopped(self.stops)
+        if not is_stopped:
+            self._evaluate()
+        if self.run.saves_every is not None:
+            self._save()
+        accuracy, sample = None, None
+        if not is_stopped:
+            self._write_model()
+            with self.handle.settled():
+                model = self.task.model
+                accuracy = None if self.task.accuracy is None else self.task.accuracy(model)
+                sample = None if self.task.sample is None else printable(self.task.sample(model))
+        sums = dict(self.sums)
+        target = self.run.to_loss
+        return Outcome(
+            updates=self.handle.steps,
+            fresh_batches=sums.pop("fresh"),
+            echoed_batches=sums.pop("echoed"),
+            exposed_seconds=_known(sums.pop("exposed_seconds")),
+            lane_seconds=_known(sums.pop("lane_seconds")),
+            **sums,
+            training_seconds=seconds,
+            cpu_seconds=cpu_seconds,
+            samples_per_second=self._rate(warmup_updates),
+            baseline_bytes=baseline_bytes,
+            peak_bytes=peak_resident_bytes(),
+            heldout_before=self.evaluations[0].heldout_loss,
+            heldout_loss=self.evaluations[-1].heldout_loss,
+            seconds_to_loss=None if target is None else seconds_to_loss(self.evaluations, target),
+            evaluations=tuple(self.evaluations),
+            accuracy=accuracy,
+            sample=sample,
+            resumed_from=self.start.step or 0,
+            seconds_before=self.start.training_seconds,
+        )
+
+    def _committed(self, update: Update) -> None:
+        """Do everything that happens between an update and the next micro-batch."""
+        self.arrivals.append((self.stopwatch.seconds, update.samples))
+        self._count(update)
+        if _is_due(update.step, self.run.evaluate_every):
+            self._evaluate()
+        if _is_due(update.step, self.run.saves_every):
+            self._save()
+        if self.context.term is not None:
+            self.context.term.keep(
+                savable(self.handle), loader=self.task.loader, extra=lambda: self._state().extra()
+            )
+        if self.budget is not None and self.budget.is_spent:
+            self.handle.end()
+        # Rank 0's clock and losses alone decide, or a stop signal to any rank; others hear of it at the next round.
+        is_stopped = self.stops is not None and self.stops.has_come
+        if is_stopped or (self.handle.rank == 0 and self._has_enough()):
+            self.handle.stop()
+
+    def _count(self, update: Update) -> None:
+        for name in _SUMMED:
+            self.sums[name] += getattr(update, name)
+        if self.budget is not None:
+            self.budget.count(update)
+        with self.stopwatch.held():
+            for observer in self.observers:
+                observer.updated(update, self.stopwatch.seconds)
+
+    def _has_enough(self) -> bool:
+        if self.run.planned_seconds is not None and self.stopwatch.seconds >= self.run.planned_seconds:
+            return True
+        return (
+            self.run.to_loss is not None and seconds_to_loss(self.evaluations, self.run.to_loss) is not None
+        )
+
+    def _evaluate(self) -> None:
+        """Measure the held-out loss of the committed parameters, once per update; all ranks must call."""
+        step, losses = self.handle.steps, self.context.losses
+        if self.evaluations and self.evaluations[-1].step == step:
+            return
+        with self.stopwatch.held(), kept_random_states(self.context.device), self.handle.settled():
+            known = None if losses is None else losses.get(step)
+            loss = self.task.evaluate(self.task.model) if known is None else known
+            if losses is not None:
+                losses[step] = loss
+            seconds = self.stopwatch.seconds
+            self.evaluations.append(Evaluation(step=step, training_seconds=seconds, heldout_loss=loss))
+            for observer in self.observers:
+                observer.evaluated(step, loss, seconds)
+
+    def _save(self) -> None:
+        """Write a checkpoint; all ranks must call, right after an update or at the end."""
+        with self.stopwatch.held():
+            checkpoint.save(
+                savable(self.handle),
+                checkpoints_of(self.run),
+                loader=self.task.loader,
+                extra=self._state().extra(),
+                keep=KEPT,
+            )
+
+    def _state(self) -> TrainState:
+        return TrainState(
+            step=self.handle.steps,
+            training_seconds=self.stopwatch.seconds,
+            samples=None if self.budget is None else self.budget.samples,
+            evaluations=tuple(self.evaluations),
+        )
+
+    def _any_is_stopped(self, stops: Stops) -> bool:
+        """Return whether a stop signal has come to any rank; all ranks must call."""
+        told = torch.tensor([float(stops.has_come)], device=self.context.device)
+        self.context.whole.allreduce([told]).wait()
+        return bool(told.item() > 0)
+
+    def _write_model(self) -> None:
+        if self.run.run_dir is None:
+            return
+        folder = Path(self.run.run_dir)
+        state = whole_state(self.task.model, keeps=self.context.rank == 0)
+        if self.context.rank == 0:
+            replace_file(folder / "model.pt", lambda path: torch.save(state, path))
+            if self.task.publish is not None:
+                replace_folder(folder / "model", partial(self.task.publish, state))
+
+    def _rate(self, warmup_updates: int) -> float | None:
+        """Return samples per second, from the last update of the warm-up to the last one that the loop received."""
+        steady = self.arrivals[max(0, warmup_updates - 1) :]
+        if len(steady) < 2:
+            return None
+        return sum(samples for _, samples in steady[1:]) / (steady[-1][0] - steady[0][0])
 
 
-def _outcome(
-    run: RunConfig[TaskT], loop: Loop, training_seconds: float, cpu_seconds: float, *, looks: bool
-) -> Outcome:
-    """Return the outcome, with a look at the trained model if `looks`."""
-    task, handle, totals = loop.task, loop.handle, loop.totals
-    accuracy, sample = None, None
-    if looks:
-        with handle.settled():
-            accuracy = None if task.accuracy is None else task.accuracy(task.model)
-            sample = None if task.sample is None else printable(task.sample(task.model))
-    return Outcome(
-        updates=handle.steps,
-        samples=totals.samples,
-        fresh_samples=totals.fresh_samples,
-        training_seconds=training_seconds,
-        cpu_seconds=cpu_seconds,
-        samples_per_second=totals.samples_per_second,
-        exposed_seconds=_known(totals.exposed_seconds),
-        lane_seconds=_known(totals.lane_seconds),
-        sent_bytes=totals.sent_bytes,
-        fresh_batches=totals.fresh_batches,
-        echoed_batches=totals.echoed_batches,
-        wait_seconds=totals.wait_seconds,
-        baseline_bytes=totals.baseline_bytes,
-        peak_bytes=peak_resident_bytes(),
-        heldout_before=totals.evaluations[0].heldout_loss,
-        heldout_loss=totals.evaluations[-1].heldout_loss,
-        seconds_to_loss=None if run.to_loss is None else seconds_to_loss(totals.evaluations, run.to_loss),
-        evaluations=tuple(totals.evaluations),
-        accuracy=accuracy,
-        sample=sample,
-    )
-
-
-def _plan(run: RunConfig[TaskT], budget: Budget | None) -> LoopPlan:
-    return LoopPlan(
-        budget=budget,
-        seconds=run.planned_seconds,
-        to_loss=run.to_loss,
-        evaluate_every=run.evaluate_every,
-        checkpoint_every=run.checkpoint_every if run.run_dir is not None else None,
-    )
+def _is_due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
 
 
 def title_of(run: RunConfig[TaskT], world_size: int, device: str, *, is_whole: bool = False) -> str:
@@ -393,32 +519,32 @@ def title_of(run: RunConfig[TaskT], world_size: int, device: str, *, is_whole: b
     return printable(title)
 
 
+@contextmanager
 def _observers(
     run: RunConfig[TaskT],
     start: TrainState,
     context: RankContext,
     progress: Progress | None,
-    rehearsal: Rehearsal,
-) -> list[Observer]:
-    """Return who hears of the run on this rank: but for strikes, nobody but on rank 0."""
+    injector: Injector,
+) -> Iterator[Sequence[Observer]]:
+    """Yield who hears of the run on this rank: but for strikes, nobody but on rank 0."""
     observers: list[Observer] = []
-    peak_bytes = partial(most_bytes, context.device)
     with ExitStack() as opened:  # one whose file is damaged must not leave the others open
 
         def add(observer: Any) -> None:
             observers.append(opened.enter_context(closing(observer)))
 
-        if run.faults and run.run_dir is not None:
-            path = strikes_file(Path(run.run_dir), context.rank)
-            add(StrikeRecorder(path, start.step, rehearsal.applications))
-        if context.rank == 0 and run.run_dir is not None:
-            add(RunFiles(Path(run.run_dir), start.step, peak_bytes))
-            if run.tensorboard:
-                add(Curves(Path(run.run_dir, "tensorboard"), start.step))
+        if run.run_dir is not None:
+            folder = Path(run.run_dir)
+            if run.faults:
+                add(StrikeRecorder(strikes_file(folder, context.rank), start.step, injector.applications))
+            if context.rank == 0:
+                add(RunFiles(folder, start.step, partial(most_bytes, context.device)))
+                if run.tensorboard:
+                    add(Curves(folder / "tensorboard", start.step))
         if progress is not None:
-            observers.append(progress)
-        opened.pop_all()
-    return observers
+            add(progress)
+        yield observers
 
 
 def _seed(seed: int, rank: int) -> None:

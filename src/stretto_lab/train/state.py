@@ -1,10 +1,9 @@
 """What a run reads, and what it saves beside model and optimizer to continue from there."""
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Generic, Self, cast
+from typing import Any, Self, cast
 
 from torch import distributed as dist
 
@@ -20,8 +19,7 @@ from stretto_lab.recipes.task import Batch
 from stretto_lab.train.budget import Budget
 from stretto_lab.train.configuration import RunConfig, TaskT, Training
 from stretto_lab.train.handle import Handle
-from stretto_lab.train.outcome import Evaluation, Totals
-from stretto_lab.train.processes import Stops
+from stretto_lab.train.outcome import Evaluation
 from stretto_lab.train.slow_loader import SlowLoader, SlowStore
 from stretto_lab.virtual import VirtualGroup, VirtualStore
 
@@ -107,21 +105,8 @@ class TrainState:
     notes: tuple[str, ...] = ()
     """What could not be continued exactly; not saved."""
 
-    def save(self, run: RunConfig[TaskT], task: Task, parallel: Handle) -> None:
-        """Write a checkpoint; all ranks must call, right after an update."""
-        checkpoint.save(
-            _savable(parallel),
-            checkpoints_of(run),
-            loader=task.loader,
-            extra=self._extra(),
-            keep=KEPT,
-        )
-
-    def keep(self, memory: Term, task: Task, parallel: Handle) -> None:
-        """Keep it in memory, if it is time to; all ranks must call, right after an update."""
-        memory.keep(_savable(parallel), loader=task.loader, extra=self._extra)
-
-    def _extra(self) -> dict[str, Any]:
+    def extra(self) -> dict[str, Any]:
+        """Return what is saved of it beside model, optimizer and loader."""
         extra = dataclasses.asdict(self)
         del extra["incidents"], extra["notes"]
         return extra
@@ -146,9 +131,9 @@ class TrainState:
             return cls._from_files(run, task, parallel, total)
         begun: list[Self] = []
         restored = memory.go_on(
-            _savable(parallel),
+            savable(parallel),
             loader=task.loader,
-            extra=lambda: begun[0]._extra(),
+            extra=lambda: begun[0].extra(),
             begin=lambda: begun.append(cls._from_files(run, task, parallel, total)),
         )
         return begun[0] if restored is None else cls._of(restored, task, parallel, (), total)
@@ -158,17 +143,26 @@ class TrainState:
         paths = checkpoint.newest_first(checkpoints_of(run)) if run.resume else []
         if not paths:
             return cls(notes=("no checkpoint yet: the run begins at update 0",) if run.resume else ())
-        sound, restored = _load_first_sound(paths, task, parallel)
+        damaged: list[Path] = []
+        for path in paths:
+            try:  # a damaged one is found by all ranks alike, before anything has changed
+                restored = checkpoint.load(savable(parallel), path, loader=task.loader)
+            except TornCheckpoint:
+                damaged.append(path)
+                if path == paths[-1]:
+                    raise
+            else:
+                break
         incidents = tuple(
             Incident(
                 step=restored.step,
                 guard="checkpoint",
                 site="checkpoint",
-                part=path.name,
+                part=one.name,
                 ranks=(),
-                action=f"went back to {sound.name}",
+                action=f"went back to {path.name}",
             )
-            for path in paths[: paths.index(sound)]
+            for one in damaged
         )
         return cls._of(restored, task, parallel, incidents, total)
 
@@ -191,72 +185,13 @@ class TrainState:
         return cls(**{**extra, **found, "step": step})
 
 
-def _load_first_sound(
-    paths: Sequence[Path], task: Task, parallel: Handle
-) -> tuple[Path, checkpoint.Restored]:
-    for path in paths[:-1]:
-        with contextlib.suppress(TornCheckpoint):  # found by all ranks alike, before anything has changed
-            return path, checkpoint.load(_savable(parallel), path, loader=task.loader)
-    return paths[-1], checkpoint.load(_savable(parallel), paths[-1], loader=task.loader)
-
-
-class Saves(Generic[TaskT]):
-    """Writes the checkpoints of a run, and knows whether a stop signal asks for the last one.
-
-    Args:
-        run: What is trained.
-        task: Its model and loader.
-        parallel: Its job.
-        totals: Knows the evaluations.
-        memory: Of a job whose state is kept in memory too.
-    """
-
-    def __init__(
-        self,
-        run: RunConfig[TaskT],
-        task: Task,
-        parallel: Handle,
-        totals: Totals,
-        memory: Term | None,
-    ) -> None:
-        self._run, self._task, self._parallel, self._memory = run, task, parallel, memory
-        self._totals = totals
-        self._stops = Stops() if run.run_dir is not None and run.checkpoint_every is not None else None
-
-    @property
-    def can_land(self) -> bool:
-        """Whether a stop signal lets the run land and save; the same on all ranks."""
-        return self._stops is not None
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a stop signal has come to this rank, and may be answered by a checkpoint."""
-        return self._stops is not None and self._stops.has_come
-
-    def write(self, training_seconds: float, samples: int | None) -> None:
-        """Write a checkpoint; all ranks must call, right after an update or at the end."""
-        self._now(training_seconds, samples).save(self._run, self._task, self._parallel)
-
-    def keep(self, training_seconds: float, samples: int | None) -> None:
-        """Keep the state in memory, where the run does that; all ranks must call, right after an update."""
-        if self._memory is not None:
-            self._now(training_seconds, samples).keep(self._memory, self._task, self._parallel)
-
-    def _now(self, training_seconds: float, samples: int | None) -> TrainState:
-        return TrainState(
-            step=self._parallel.steps,
-            training_seconds=training_seconds,
-            samples=samples,
-            evaluations=tuple(self._totals.evaluations),
-        )
-
-
 def checkpoints_of(run: RunConfig[TaskT]) -> Path:
     """Return the folder of a run's checkpoints."""
     return Path(str(run.run_dir), "checkpoints")
 
 
-def _savable(parallel: Handle) -> DataParallel:
+def savable(parallel: Handle) -> DataParallel:
+    """Return the job, of which a checkpoint can be made; TypeError for a stock method."""
     if not isinstance(parallel, DataParallel):
         raise TypeError(f"only DataParallel can be saved, not {type(parallel).__name__}")
     return parallel
