@@ -14,8 +14,8 @@ from mkdocs.structure.files import File, Files
 
 from stretto.errors import ConfigError
 from stretto.link import MESSAGE_BYTES
-from stretto_lab.estimate import ALIKE, ARMS, ELEMENT_BYTES, EstimateConfig, bill_of, formulas, nats_of
-from stretto_lab.evidence import AVERAGES
+from stretto_lab.estimate import ARMS, ELEMENT_BYTES, EstimateConfig, bill_of, formulas
+from stretto_lab.evidence import ALIKE, AVERAGES, of_wire_too
 
 PAGE = "javascripts/formulas.js"
 """Beside `javascripts/calculator.js`."""
@@ -80,7 +80,7 @@ def _bill(strategy: Any, wire: str, count: int) -> dict[str, Any] | None:
 def _nats(strategy: Any, wire: str) -> list[tuple[int, float]]:
     """Return pairs: the most ranks, and what it costs up to there."""
     bounds = sorted({count for _, nats in AVERAGES.values() for count in nats} | {_MOST_RANKS})
-    found = [(count, nats_of(strategy, wire, count)) for count in bounds]
+    found = [(count, of_wire_too(strategy, wire, count).nats) for count in bounds]
     return [(count, nats) for count, nats in found if nats is not None]
 
 

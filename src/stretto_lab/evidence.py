@@ -1,6 +1,7 @@
 """What strategies and wires cost in held-out loss, as far as it was measured: a small GPT, on two to 32 ranks."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -15,6 +16,11 @@ class Evidence:
     """More of them; None where nothing is known."""
     source: str
     """What was measured, or why nothing is known; empty where it is exact, or rounds to 16 bits as everybody does."""
+
+    @property
+    def price(self) -> float:
+        """The nats, infinitely many where nothing is known."""
+        return math.inf if self.nats is None else self.nats
 
 
 _SMALL_GPT = "a small GPT"
@@ -52,7 +58,9 @@ AVERAGES: Mapping[str, tuple[Average, Mapping[int, float]]] = MappingProxyType(
 """Averages that were measured, and their nats on 4 bits by the number of replicas
 (`benchmarks/results/2026-11-23-frontier`). Eight ranks on two nodes, each node one replica, paid about what two do."""
 SMALL = 0.02
-"""Nats that hardly anybody would notice: about the spread between seeds in the measurements."""
+"""Nats that are too close to call: about the spread between seeds in the measurements."""
+ALIKE = 1.02
+"""Factor between times up to which they are too close to call."""
 
 
 def of_strategy(strategy: Strategy, replicas: int) -> Evidence:
@@ -69,3 +77,8 @@ def of_strategy(strategy: Strategy, replicas: int) -> Evidence:
         if known and strategy == dataclasses.replace(measured, worker=strategy.worker):
             return Evidence(nats[known[0]], f"a small GPT, {known[0]} replicas")
     return EVIDENCE[strategy.name]
+
+
+def of_wire_too(strategy: Strategy, wire: str, replicas: int) -> Evidence:
+    """Return the larger of what a strategy and a wire cost; together they cost no more, as far as was measured."""
+    return max(OF_WIRES[wire], of_strategy(strategy, replicas), key=lambda evidence: evidence.price)

@@ -5,18 +5,25 @@ Nothing here or in `help` imports PyTorch, which takes seconds: the first line, 
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib import metadata
+from types import MappingProxyType
 
 from stretto.errors import ConfigError, CorruptionError, OutputClosed, StrettoError, WorkerFailed
 from stretto.fields import unknown_name
 from stretto.terminal import is_unread, print_to_nobody, printable
 from stretto_lab.cli.estimate import print_estimate
 from stretto_lab.cli.help import COMMANDS, HELP, HELP_ALL, command_help, overview
+from stretto_lab.cli.options import with_files
+from stretto_lab.cli.report import report_command
 from stretto_lab.interrupts import INTERRUPTED, interrupts_end
 from stretto_lab.patience import fold, waiting
 
+_LIGHT: Mapping[str, Callable[[Sequence[str]], None]] = MappingProxyType(
+    {"estimate": print_estimate, "report": report_command}
+)
+"""Commands that need no PyTorch."""
 FAILED, MISUSED, DAMAGED = 1, 2, 3
 """Exit codes beside 0 and `INTERRUPTED`; see `main`."""
 
@@ -70,8 +77,9 @@ def _run(name: str, words: Sequence[str]) -> int:
                 recipe(str(named))
             print(text or "", end="")
             return 0
-        if name == "estimate":  # which needs no PyTorch
-            print_estimate(words)
+        words = with_files(words)
+        if name in _LIGHT:
+            _LIGHT[name](words)
             return 0
         # Beside the output where somebody looks on; in a file or a pipe among the lines of the run.
         told = sys.stderr if _is_first() and sys.stderr.isatty() else sys.stdout

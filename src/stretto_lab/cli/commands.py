@@ -1,13 +1,13 @@
 """The commands of `stretto`: each takes the words after its name, does its work, and prints what came of it."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from stretto.errors import ConfigError, StrettoError, UnknownName
-from stretto.terminal import printable
+from stretto.errors import ConfigError, UnknownName
 from stretto_lab.cli.auto import (
     choose,
     chosen_before,
@@ -16,14 +16,15 @@ from stretto_lab.cli.auto import (
     without_auto,
 )
 from stretto_lab.cli.environment import find_ranks, is_joined
-from stretto_lab.cli.estimate import print_estimate
 from stretto_lab.cli.options import (
     TASK,
     going_on,
     named_as_options,
     parse_alone,
     parse_options,
+    whole_command,
 )
+from stretto_lab.cli.report import show_page
 from stretto_lab.cli.run_folder import check_recipe, command_of, run_folder
 from stretto_lab.cli.screens import (
     print_diagnosis,
@@ -33,10 +34,10 @@ from stretto_lab.cli.screens import (
 )
 from stretto_lab.estimate import EstimateConfig
 from stretto_lab.observe import print_comparison
-from stretto_lab.page import PAGE, ReportConfig, page_of, report
-from stretto_lab.patience import fold, waiting
+from stretto_lab.page import ReportConfig
+from stretto_lab.patience import fold
 from stretto_lab.plan import PlanConfig
-from stretto_lab.recipes import OverFiles, TaskConfig
+from stretto_lab.recipes import OverFiles, TaskConfig, recipe
 from stretto_lab.train.arms import AUTO, parse_arm
 from stretto_lab.train.comparison import compare, diagnose_rank
 from stretto_lab.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
@@ -72,12 +73,15 @@ def run_command(name: str, words: Sequence[str]) -> int:
         "resume": resume_command,
         "compare": compare_command,
         "simulate": simulate_command,
-        "report": report_command,
         "diagnose": diagnose_command,
         "plan": plan_command,
-        "estimate": print_estimate,
         "meet": lambda words: meet(parse_alone("meet", words, MeetConfig()), _print_line),
     }
+    if "--print-config" in words and name in ("train", "compare", "simulate", "diagnose", "plan"):
+        given = [word for word in words if word != "--print-config"]
+        named, _ = parse_options(name, given, CONFIGURE[name])  # refuses what cannot be
+        print(json.dumps(whole_command(CONFIGURE[name](recipe(named)), named, given[1:]), indent=1))
+        return 0
     return commands[name](words) or 0
 
 
@@ -144,7 +148,7 @@ def _train(named: str, options: Sequence[str], run: RunConfig[TaskConfig], ranks
     outcome = _train_once(named, options, run, ranks)
     if ranks.is_first:
         print_run(outcome, run, is_on_a_link=run.link != "none" or is_joined())
-        _show(run.run_dir)
+        show_page(run.run_dir)
 
 
 def _train_once(named: str, options: Sequence[str], run: RunConfig[TaskConfig], ranks: Ranks) -> Outcome:
@@ -174,21 +178,7 @@ def compare_command(words: Sequence[str]) -> None:
         runs = compare(comparison, ranks, _log(ranks))
     if ranks.is_first:
         print_comparison(runs)
-        _show(comparison.out)
-
-
-def _show(folder: str | None) -> None:
-    """Write the page about a folder into it, and say where it is; what has been done stands without it too."""
-    if folder is None:
-        return
-    page = Path(folder, PAGE)
-    try:
-        with waiting("drawing the page"):
-            report([Path(folder)], ReportConfig(out=str(page)))
-    except StrettoError as error:
-        print(f"no page         {error}")
-    else:
-        print(f"in a browser    {page}")
+        show_page(comparison.out)
 
 
 def _print_line(line: str) -> None:
@@ -210,21 +200,7 @@ def simulate_command(words: Sequence[str]) -> None:
     with named_as_options(simulation), named_as_options(simulation.task, TASK):
         results = simulate(simulation, shows_progress=True)
     print_simulation(results.values[0], simulation, recipe)
-    _show(simulation.run_dir)
-
-
-def report_command(words: Sequence[str]) -> None:
-    """Make a page about the folders of runs and comparisons."""
-    count = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
-    if not count:
-        raise UnknownName("report needs the folder of a run first: stretto report FOLDER...")
-    config = parse_alone("report", words[count:], ReportConfig())
-    folders = [Path(word) for word in words[:count]]
-    with named_as_options(config), waiting("reading the folders and drawing the page"):
-        missing = report(folders, config)
-    for line in missing:
-        print(f"missing: {printable(line)}")
-    print(f"open in a browser: {page_of(folders, config)}")
+    show_page(simulation.run_dir)
 
 
 def diagnose_command(words: Sequence[str]) -> None:

@@ -2,20 +2,15 @@
 
 from collections.abc import Sequence
 
-from stretto.errors import UnknownName
-from stretto.fields import field_types, read_value, unknown_name
+from stretto_lab.cli.options import parse_alone
 from stretto_lab.estimate import EstimateConfig, Row, estimate
+from stretto_lab.evidence import ALIKE, SMALL
 from stretto_lab.patience import fold
 
 
 def print_estimate(words: Sequence[str]) -> None:
-    """Read the words after `stretto estimate`, and print the answer.
-
-    Raises:
-        UnknownName: No option is called so.
-        ConfigError: A value cannot be read, or cannot be.
-    """
-    config = _read(words)
+    """Read the words after `stretto estimate`, and print the answer; the errors are those of `parse_alone`."""
+    config = parse_alone("estimate", words, EstimateConfig())
     work = config.work
     rows, choice = estimate(work, config.allow_loss)
     base = rows[0].time
@@ -31,13 +26,23 @@ def print_estimate(words: Sequence[str]) -> None:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    alike = [
+        f"{row.strategy} on {row.wire}"
+        for row in rows
+        if row != choice
+        and row.nats is not None
+        and row.nats <= config.allow_loss
+        and 1 / ALIKE <= row.time.seconds / choice.time.seconds <= ALIKE
+    ]
     print(
         f"\nFirst choice: {choice.options}  ({choice.nats:+.3f} nats)\n"
+        + (fold(f"Too close to call: {', '.join(alike)}.") + "\n" if alike else "")
         + fold(
-            f"{base.seconds / choice.time.seconds:.2f} times as fast as zero1 on fp32. Nats: held-out loss "
-            "per byte that each exchange cost a small GPT, averages on the next larger of 2, 8 and 32 ranks; "
-            "your model may differ. Sent: by a rank per update. Waits: the share of an update that waits for "
-            "the link. Memory is without activations. Nothing was measured here: `stretto plan` does that."
+            f"{base.seconds / choice.time.seconds:.2f} times as fast as zero1 on fp32. Nats: of held-out loss per "
+            "byte, measured with a small GPT, averages on the next larger of 2, 8 and 32 ranks; a difference up to "
+            f"{SMALL} is too close to call, since seeds differ by as much. Sent: by a rank per update. Waits: the "
+            "share of an update that waits for the link. Memory is without activations. All times are computed, not "
+            "measured: `stretto plan` measures."
         )
     )
 
@@ -56,21 +61,6 @@ def _cells(row: Row) -> tuple[str, ...]:
         _bytes(time.memory_bytes),
         "unknown" if row.nats is None else f"{row.nats:+.3f}",
     )
-
-
-def _read(words: Sequence[str]) -> EstimateConfig:
-    kinds = field_types(EstimateConfig)
-    values, left = {}, [part for word in words for part in (word.split("=", 1) if "=" in word else [word])]
-    while left:
-        option = left.pop(0)
-        name = option.removeprefix("--").replace("-", "_")
-        if name not in kinds or not option.startswith("--"):
-            known = [f"--{kind.replace('_', '-')}" for kind in kinds]
-            raise unknown_name("estimate has no option", option, known)
-        if not left:
-            raise UnknownName(f"{option} needs a value")
-        values[name] = read_value(left.pop(0), kinds[name])
-    return EstimateConfig(**values)
 
 
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))

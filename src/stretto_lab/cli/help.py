@@ -114,6 +114,8 @@ def overview() -> str:
             "",
             "  stretto train stdlib-gpt      a first run: a small language model, two workers",
             "  stretto COMMAND --help        recipes, and the options most people need",
+            "  --print-config                show all options in effect, and do nothing else",
+            "  --config FILE                 take options from that, or a run's config.json",
             "  stretto --version",
             "",
         ]

@@ -1,32 +1,29 @@
 """Configurations from words of the command line: every field is an option.
 
 argparse finds the options. Their values are read here by the types of the fields: so a mistake is an error like any
-other, in one line and with the word that was probably meant.
+other, in one line and with the word that was probably meant. Nothing here imports PyTorch unless the records have.
 """
 
 import argparse
 import dataclasses
+import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_origin
 
-from stretto.engine import Clock
+from stretto.disk import read_whole
 from stretto.errors import ConfigError, UnknownName
-from stretto.fields import did_you_mean, field_types, read_value
-from stretto.noise import Noise, parse_noise
+from stretto.fields import Readers, did_you_mean, field_types, read_value
 from stretto.strategies import STRATEGIES
-from stretto_lab.faults import Fault, parse_faults
-from stretto_lab.recipes import RECIPES, recipe
-from stretto_lab.train.arms import parse_clock, split_list
-from stretto_lab.train.configuration import LENGTHS
-from stretto_lab.virtual import parse_slowness
 
 TASK = "--task."
 """What the options of a recipe begin with."""
 
-_LENGTHS = tuple(f"--{name}" for name in LENGTHS)
+_LENGTHS = ("--updates", "--samples")
+"""Options that say how long a run is; one at most."""
 
 ConfigT = TypeVar("ConfigT")
 
@@ -52,6 +49,13 @@ class Option:
         """The option that turns a switch off."""
         prefix, dot, last = self.name.removeprefix("--").rpartition(".")
         return f"--{prefix}{dot}no-{last}"
+
+    @property
+    def words(self) -> list[str]:
+        """How the user would write its default."""
+        if self.is_switch:
+            return [self.name if self.default else self.off]
+        return [self.name, shown(self.default)]
 
 
 def options_of(record: Any, prefix: str = "--") -> Iterator[Option]:
@@ -81,6 +85,8 @@ def parse_options(
         UnknownName: No recipe, or no option, is called so.
         ConfigError: A value cannot be read, or cannot be.
     """
+    from stretto_lab.recipes import RECIPES, recipe
+
     if not words or words[0].startswith("-"):
         raise UnknownName(
             f"{command} needs a recipe first: {', '.join(RECIPES)}, or your own as FILE.py:FUNCTION"
@@ -108,6 +114,41 @@ def parse_alone(command: str, words: Sequence[str], default: ConfigT) -> ConfigT
     others_lengths = {name: None for name in _LENGTHS if is_long and name in options}
     changed: ConfigT = _changed(default, {**others_lengths, **values})
     return changed
+
+
+def with_files(words: Sequence[str]) -> list[str]:
+    """Return words with the options that a file names in the place of each `--config FILE`.
+
+    Raises:
+        ConfigError: A file is neither the config.json of a run, nor what `--print-config` has printed.
+    """
+    expanded, left = [], list(words)
+    while left:
+        name, _, file = left.pop(0).partition("=")
+        if name != "--config":
+            expanded.append(f"{name}={file}" if file else name)
+            continue
+        path = Path(file or (left.pop(0) if left else ""))
+        try:
+            expanded += map(str, json.loads(read_whole(path))["command"]["options"])
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(
+                f"--config {path}: expected the config.json of a run, or what --print-config has printed "
+                f"({type(error).__name__}: {error})"
+            ) from error
+    return expanded
+
+
+def whole_command(default: Any, recipe: str, given: Sequence[str]) -> dict[str, Any]:
+    """Return what `with_files` reads: the options that are given, and all others that have a value."""
+    named = {word.partition("=")[0] for word in given}
+    others = [
+        word
+        for option in options_of(default)
+        if not named & {option.name, option.off} and option.default not in (None, (), {})
+        for word in option.words
+    ]
+    return {"command": {"recipe": recipe, "options": [*others, *given]}}
 
 
 def going_on(before: Sequence[str], given: Sequence[str]) -> list[str]:
@@ -179,7 +220,7 @@ def _read(words: Sequence[str], option: Option) -> Any:
     if not words or (len(words) > 1 and separator == " "):
         raise ConfigError(f"{option.name} takes one value, found {text or 'none'}")
     try:
-        return read_value(text, option.kind, _READERS)
+        return read_value(text, option.kind, _readers())
     except ConfigError as error:
         raise ConfigError(f"{option.name} {text}: {error}") from error
 
@@ -239,11 +280,28 @@ def _option(prefix: str, field: str) -> str:
 
 def _is_group(value: Any) -> bool:
     """Whether the fields of a record are their own options; some records are read from one word."""
-    return dataclasses.is_dataclass(value) and type(value) not in _READERS
+    return dataclasses.is_dataclass(value) and type(value) not in _readers()
 
 
-def _read_counts(text: str) -> tuple[int, ...]:
-    return tuple(read_value(number, int) for number in text.split(","))
+def _readers() -> Readers:
+    """Return what reads values of types that have a form of their own."""
+    if "torch" not in sys.modules:  # then no record has a field of such a type
+        return {}
+    from stretto.engine import Clock
+    from stretto.noise import Noise, parse_noise
+    from stretto_lab.faults import Fault, parse_faults
+    from stretto_lab.train.arms import parse_clock, split_list
+    from stretto_lab.virtual import parse_slowness
+
+    return {
+        Clock: parse_clock,
+        Noise: parse_noise,
+        tuple[str, ...]: split_list,
+        tuple[float, float]: _read_pair,
+        tuple[int, ...]: lambda text: tuple(read_value(number, int) for number in text.split(",")),
+        tuple[Fault, ...]: parse_faults,
+        dict[int, float]: parse_slowness,
+    }
 
 
 def _read_pair(text: str) -> tuple[float, ...]:
@@ -253,24 +311,11 @@ def _read_pair(text: str) -> tuple[float, ...]:
     return numbers
 
 
-_READERS: Mapping[Any, Callable[[str], Any]] = MappingProxyType(
-    {
-        Clock: parse_clock,
-        Noise: parse_noise,
-        tuple[str, ...]: split_list,
-        tuple[float, float]: _read_pair,
-        tuple[int, ...]: _read_counts,
-        tuple[Fault, ...]: parse_faults,
-        dict[int, float]: parse_slowness,
-    }
-)
-
-
 def shown(value: Any) -> str:
     """Return a value as the user would write it."""
     if isinstance(value, bool):
         return "on" if value else "off"
-    if isinstance(value, Clock):
+    if type(value).__name__ == "Clock":
         return f"{value.minimum},{value.maximum}"
     if isinstance(value, Mapping):
         return ",".join(f"{key}={number:g}" for key, number in value.items()) or "none"

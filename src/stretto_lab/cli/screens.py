@@ -10,6 +10,7 @@ from stretto.groups import Link
 from stretto.strategies.ledger import ledger_of
 from stretto_lab.cli.options import shown
 from stretto_lab.cli.run_folder import resume_command
+from stretto_lab.evidence import SMALL
 from stretto_lab.patience import fold
 from stretto_lab.plan import UNEQUAL, Machine, Price, Ranking
 from stretto_lab.recipes import TaskConfig
@@ -180,9 +181,10 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
         )
     print(
         fold(
-            "waits: share of an update that waits for others. MB sent: by a rank per update. MB held: by a "
-            "rank, for model, gradients, optimizer and the residual of the wire. Reasons in nats: held-out "
-            "loss per byte of a small GPT."
+            "waits: share of an update that waits for other ranks. MB sent: by a rank per update. MB held: by a rank, "
+            "for model, gradients, optimizer and the wire's buffers. too close: within 2 % of the choice, too close "
+            f"to call. Nats: of held-out loss per byte, measured with a small GPT; {SMALL} of them are too close to "
+            "call, since seeds differ by as much."
         )
     )
     if any(_has_clock(one.arm) for one in last.prices):

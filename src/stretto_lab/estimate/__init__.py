@@ -1,10 +1,9 @@
 """What a job would take on a link, without measuring anything and without PyTorch: the ledger and the time model."""
 
-from stretto_lab.estimate.answer import ALIKE, ARMS, EstimateConfig, Row, estimate, nats_of
+from stretto_lab.estimate.answer import ARMS, EstimateConfig, Row, estimate
 from stretto_lab.estimate.times import ELEMENT_BYTES, Bill, Part, Time, Work, bill_of, time_of
 
 __all__ = [
-    "ALIKE",
     "ARMS",
     "ELEMENT_BYTES",
     "Bill",
@@ -15,6 +14,5 @@ __all__ = [
     "Work",
     "bill_of",
     "estimate",
-    "nats_of",
     "time_of",
 ]

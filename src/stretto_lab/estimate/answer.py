@@ -9,13 +9,11 @@ from stretto.errors import ConfigError
 from stretto.fields import check_at_least
 from stretto.strategies import ACCO, Strategy, WeightPrediction, ZeRO1
 from stretto_lab.estimate.times import Time, Work, time_of
-from stretto_lab.evidence import AVERAGES, OF_WIRES, SMALL, of_strategy
+from stretto_lab.evidence import ALIKE, AVERAGES, OF_WIRES, SMALL, of_wire_too
 from stretto_lab.links import parse_link
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMB]?)")
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
-ALIKE = 1.02
-"""Factor between times up to which the more exact way is taken."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +71,7 @@ class Row:
 def estimate(work: Work, allow_loss: float = SMALL) -> tuple[list[Row], Row]:
     """Return all rows, and the fastest that costs no more in loss than is allowed; of some alike the most exact."""
     rows = [
-        Row(text, wire, time_of(work, strategy, wire), nats_of(strategy, wire, work.ranks))
+        Row(text, wire, time_of(work, strategy, wire), of_wire_too(strategy, wire, work.ranks).nats)
         for text, (strategy, wires) in ARMS.items()
         if not (isinstance(strategy, ACCO) and work.micro_batches < 2)
         for wire in wires
@@ -90,12 +88,6 @@ ARMS: Mapping[str, tuple[Strategy, Sequence[str]]] = MappingProxyType(
     }
 )
 """Strategies that are estimated, and the wires; averages on that on which they were measured."""
-
-
-def nats_of(strategy: Strategy, wire: str, replicas: int) -> float | None:
-    """Return what a strategy on a wire costs in held-out loss; None where that was not measured."""
-    nats, of_wire = of_strategy(strategy, replicas).nats, OF_WIRES[wire].nats
-    return None if nats is None or of_wire is None else max(nats, of_wire)
 
 
 def _count(text: str) -> int:

@@ -1,7 +1,6 @@
 """Which strategy and wire to use: the fastest of those whose price in loss is known to be small."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -11,7 +10,7 @@ from stretto.exchange import check_nodes
 from stretto.fields import check_at_least
 from stretto.strategies import Average
 from stretto.strategies.ledger import ledger_of
-from stretto_lab.evidence import AVERAGES, EVIDENCE, OF_WIRES, SMALL, Evidence, of_strategy
+from stretto_lab.evidence import ALIKE, AVERAGES, EVIDENCE, SMALL, Evidence, of_wire_too
 from stretto_lab.observe import Stages
 from stretto_lab.plan.measure import WIRES, Machine, measure
 from stretto_lab.plan.price import Price, price
@@ -20,8 +19,6 @@ from stretto_lab.train.configuration import Job, TaskT
 from stretto_lab.train.launch import Ranks
 from stretto_lab.virtual import parse_network
 
-ALIKE = 0.02
-"""Share of the time below which two prices count as the same."""
 RARE = {"local:rate=0.1": ("fp32", "int4"), **dict.fromkeys(AVERAGES, ("int4",))}
 """Strategies that send now and then, and the wires on which they are priced."""
 UNEQUAL = 1.5
@@ -128,8 +125,8 @@ class Ranking:
     @property
     def choice(self) -> Price:
         """The fastest arm that costs no more in loss than is allowed; of those that are alike, the most exact."""
-        exact = [one for one in self.prices if _in_nats(self.evidence_of(one.arm)) <= self.allow_loss]
-        limit = exact[0].seconds_per_micro_batch * (1 + ALIKE)
+        exact = [one for one in self.prices if self.evidence_of(one.arm).price <= self.allow_loss]
+        limit = exact[0].seconds_per_micro_batch * ALIKE
         return min(
             (one for one in exact if one.seconds_per_micro_batch <= limit),
             key=self._preference,
@@ -151,7 +148,7 @@ class Ranking:
     def _preference(self, one: Price) -> tuple[int, float, int, int]:
         """Return how exact an arm is: the smaller, the more; of two that are as exact, the one with fewer settings."""
         parsed = parse_arm(one.arm)
-        of_average = _in_nats(self.evidence_of(one.arm)) if isinstance(parsed.strategy(), Average) else 0.0
+        of_average = self.evidence_of(one.arm).price if isinstance(parsed.strategy(), Average) else 0.0
         return (
             list(EVIDENCE).index(parsed.name),
             of_average,
@@ -164,12 +161,11 @@ class Ranking:
         choice, evidence = self.choice, self.evidence_of(other.arm)
         if other == choice:
             return "the choice"
-        if _in_nats(evidence) > self.allow_loss:
+        if evidence.price > self.allow_loss:
             return evidence.source if evidence.nats is None else f"{evidence.nats:+.2f} nats"
-        slower = other.seconds_per_micro_batch / choice.seconds_per_micro_batch - 1
-        if slower <= ALIKE:
-            return "no faster"
-        return "waits" if other.exposed_seconds > ALIKE * other.seconds else "computes more"
+        if other.seconds_per_micro_batch <= ALIKE * choice.seconds_per_micro_batch:
+            return "too close"
+        return "waits" if other.exposed_seconds > (ALIKE - 1) * other.seconds else "computes more"
 
 
 def rank_by_time(
@@ -220,7 +216,7 @@ def rank_by_time(
         arm
         for text in texts
         if _fits(arm := parse_arm(text + by_node), micro_batches)
-        and (prices_all or _in_nats(evidence_of(arm.text, machine)) <= allow_loss)
+        and (prices_all or evidence_of(arm.text, machine).price <= allow_loss)
     ]
     priced = stages.through(f"pricing for {machine.ranks} ranks in virtual time", arms)
     prices = [price(arm, machine, micro_batches=micro_batches, bucket_bytes=bucket_bytes) for arm in priced]
@@ -290,14 +286,7 @@ def _fits(arm: Arm, micro_batches: int) -> bool:
 
 
 def evidence_of(arm: str, machine: Machine) -> Evidence:
-    """Return what an arm costs on a machine: the larger of what its strategy and its wire cost.
-
-    Together they cost no more, as far as was measured (`acco` and averages on int4).
-    """
+    """Return what an arm costs on a machine."""
     parsed = parse_arm(arm)
     replicas = machine.ranks // (machine.ranks_per_node if parsed.is_by_node else 1)
-    return max(OF_WIRES[parsed.wire], of_strategy(parsed.strategy(), replicas), key=_in_nats)
-
-
-def _in_nats(evidence: Evidence) -> float:
-    return math.inf if evidence.nats is None else evidence.nats
+    return of_wire_too(parsed.strategy(), parsed.wire, replicas)
