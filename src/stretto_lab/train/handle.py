@@ -96,8 +96,8 @@ def strategy_of(arm: Arm, run: RunConfig[TaskT], budget: Budget | None) -> Strat
         options["rate"] = over(options["rate"], None if budget is None else budget.updates)
         if isinstance(options["rate"], Along) and options.get("plan", "even") == "even":
             raise ConfigError(
-                f"{arm.text}: even averages add up a rate from the first round on, and this one follows a budget of "
-                "samples: expected plan=bernoulli, or the number of updates as a third value"
+                f"{arm.text}: even averages sum a rate from the first round on, and this rate follows a "
+                "budget of samples: expected plan=bernoulli, or the number of updates as a third value"
             )
     return STRATEGIES[arm.name](**options)
 
