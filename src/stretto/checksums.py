@@ -1,4 +1,5 @@
-"""Checksums of tensors: a digest tells whether a tensor changed; sums of rows and columns tell where, and by how much.
+"""Checksums of tensors: a digest shows whether a tensor changed; sums of rows and columns show where, and by how
+much.
 
 Every function here reads a tensor's bytes, in the order of its elements. `digest` makes one 64-bit number of them.
 `Sums` reads them as 64-bit words, writes the words into a table with 4096 columns, and adds up each row and each
@@ -15,10 +16,10 @@ rectangle change no sum. The digest sees those too, so a `Checksum` keeps both.
 
 The sums are integer operations of torch: they run where the tensor is, and are equal on every device.
 
-Note [Where digests lie] In the host's memory a digest is xxh3 of the bytes, a number. On a device it is a hash of the
-    `Sums`, and stays there as a tensor: many can be taken, kept and compared while nothing waits, and `on_host`
-    brings all that somebody has to know at once. Tensors that are alike are read there together, up to 64 MiB at a
-    time: a model of many layers or buckets takes hardly more kernels than one of few.
+Note [Digests on devices] In the host's memory a digest is xxh3 of the bytes, a number. On a device it is a hash of
+    the `Sums`, and stays there as a tensor: many can be taken, kept and compared while nothing waits, and `on_host`
+    brings all requested digests at once. Tensors that are alike are read there together, up to 64 MiB at a
+    time: a model of many layers or buckets takes hardly more kernels than a small one.
 """
 
 import dataclasses
@@ -64,7 +65,7 @@ class Seeds(NamedTuple):
 
 _UNSEEDED = Seeds()
 Digest = int | Tensor
-"""A number below 2^64; on a device `()` int64. See Note [Where digests lie]."""
+"""A number below 2^64; on a device `()` int64. See Note [Digests on devices]."""
 Digests = list[int] | Tensor
 """Numbers below 2^64; on a device `(n,)` int64."""
 
@@ -234,7 +235,7 @@ class Sums:
 
 
 class Checksum(NamedTuple):
-    """Digest and sums of a tensor at one moment: they tell later whether it has changed, and where."""
+    """Digest and sums of a tensor at one moment: they show later whether it has changed, and where."""
 
     digest: Digest
     together: Sums
@@ -248,13 +249,13 @@ class Checksum(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Checksum":
-        """Take the checksum of a tensor as it is now."""
+        """Take the checksum of a tensor now."""
         (found,) = checksums([tensor])
         return found
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[Checksum]:
-    """Take the checksum of each tensor as it is now; nothing waits for a device."""
+    """Take the checksum of each tensor now, without waiting for a device."""
     found = {}
     for places, content in _together(enumerate(tensors)):
         (rows, columns), length = _sums_of(content), content.size(1)

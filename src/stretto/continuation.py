@@ -5,18 +5,18 @@
     job.published        the format in which the committed values that models show were published
     shown.<name>         the prediction that the model shows, for strategies that leave one at an update's end
     rank.<rank>          random states, buffers as this rank has them, and counts
-    owed.<rank>          rounding errors that this rank has yet to send, where the wire keeps them
-    debts.<node>.<name>  the same of a parameter, where the ranks of a node hold shards
+    owed.<rank>          the residual: rounding errors that this rank has yet to send, if the wire keeps them
+    `debts.<node>.<name>`  the same of a parameter, where the ranks of a node hold shards
     replica.<rank>       parameters, optimizer state and totals of this rank, where replicas differ; the name also says
                          which ranks hold the same, where workers are nodes
-    scheduler            state of the scheduler that the library turns
+    scheduler            state of the scheduler that the library steps
     loader.<rank>        state of this rank's loader
     pass.<rank>          where its pass over its data is, if it was saved in one
-    extra                whatever the user gave
+    extra                the user's `extra`
 
-The carry and the prediction can be used by any number of ranks, but not by another strategy. Rounding errors are dealt
-to the ranks that there are, so that none is lost. A replica can be used only
-by the same rank of the same worker and layout; otherwise ranks begin with the mean of all replicas.
+The carry and the prediction can be used by any number of ranks, but not by another strategy. Rounding errors are
+dealt to the present ranks, so that none is lost. A replica can be used only by the same rank of the same worker and
+layout; otherwise ranks begin with the mean of all replicas.
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ class Continuation:
         job: Of this rank.
         feeding: Its batches.
         options: Under which it works now.
-        scheduler: That the library turns; None where it turns none, or where the next job has the same.
+        scheduler: That the library steps; None if it steps none, or where the next job has the same.
     """
 
     def __init__(self, job: Job, feeding: Feed, options: Options, scheduler: Any) -> None:
@@ -191,7 +191,7 @@ class Continuation:
         return state
 
     def check(self, state: State) -> None:
-        """Raise unless what was read is of this job's kinds of optimizer and scheduler; nothing has changed yet.
+        """Raise unless the saved state has this job's kinds of optimizer and scheduler; nothing has changed yet.
 
         Raises:
             ForeignCheckpoint: Names both kinds.
@@ -206,7 +206,7 @@ class Continuation:
             )
 
     def pass_of(self, state: State) -> Mapping[str, Any] | None:
-        """Return where in its pass this rank was saved, of what was read; None where it was in none."""
+        """Return this rank's saved position in its pass; None if it was in no pass."""
         place: Mapping[str, Any] | None = state.get("pass", {}).get(str(self._rank))
         return place
 
@@ -216,8 +216,8 @@ class Continuation:
         The model shows what it showed then. Where this job publishes in another format, it shows that.
 
         Args:
-            state: What was read, after `unpack_entries`.
-            goes_on: Whether this rank's loader has been told its position.
+            state: The saved state, after `unpack_entries`. goes_on: Whether this rank's loader was set to its
+                position.
         """
         rest = self.pass_of(state) if goes_on else None
         self._state.load(state)
@@ -253,7 +253,9 @@ class Continuation:
         compute.began_again()
 
     def _blank_debts(self, stored: Collection[str], world_size: int) -> State:
-        """Return blank entries for what this rank takes over: they are dealt in turn, so that none is lost."""
+        """Return blank entries for the residuals that this rank takes over: they are dealt one after another, so that
+        none is lost.
+        """
         exchange = self.job.exchange
         if exchange.feedback is None:
             return {}
@@ -341,12 +343,14 @@ class Continuation:
         return self.job.replica.reduction(sums, report, statistics, skipped=described["skipped"])
 
     def _deal(self, records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-        """Deal the saved ranks' records to the running ranks in turn; those of nodes, where nodes hold shards."""
+        """Deal the saved ranks' records to the running ranks one after another; records of nodes, if nodes hold
+        shards.
+        """
         world_size = self.job.exchange.world_size
         return [list(records[rank::world_size]) for rank in range(world_size)]
 
     def _buffers(self, saved: Collection[str]) -> dict[str, Tensor]:
-        """Return this rank's persistent buffers, except for those that equal what all ranks save together."""
+        """Return this rank's persistent buffers, except buffers that equal the commonly saved ones."""
         statistics = self.job.model.statistics
         # Ranks that step alone save the mean of what they have.
         is_mean = self.job.replica.agreement.steps_alone

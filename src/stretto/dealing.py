@@ -1,4 +1,4 @@
-"""A state that ranks hold together, dealt out to those that need it, whoever wrote which share, from files or memory.
+"""A state that ranks hold together, dealt out to the ranks that need it, from files or memory.
 
 What a rank has already does not move. What some rank lacks is sent over the group of the job that continues, one
 entry at a time, from the ranks that write it.
@@ -21,7 +21,7 @@ from stretto.flat import PartedTensor, Range, Runs
 from stretto.share import Held, Kind, Kinds, read_share
 
 _ROUND_BYTES = 2**25
-"""Every rank has room for so much, a few times, beside its state."""
+"""Every rank has room for so much, a few times, on top of its state."""
 _SMALL_BYTES = 64
 """About what a number takes."""
 
@@ -46,7 +46,7 @@ def check_whole(missing: Sequence[str]) -> None:
 
 
 class Holding:
-    """The state that all ranks of a group hold together, whoever wrote which share; all must make one, and read it.
+    """The state that all ranks of a group hold together, in any shares; all must make one, and read it.
 
     Args:
         shares: What this rank holds: one share as a rule, several where ranks have left, none on a rank that has come.
@@ -96,7 +96,7 @@ class Holding:
         check_model(self.model, kinds_of(model))
 
     def read(self, state: State, *, moves: bool) -> list[str]:
-        """Fill the blank entries of `state`; return the names of those of which ranks do not hold all.
+        """Fill the blank entries of `state`; return the names of entries that the ranks do not hold completely.
 
         Args:
             state: What this rank needs; see `Continuation.blank`.

@@ -1,6 +1,6 @@
 """Files and folders that are replaced whole: a reader sees the old one or the new one, never half of one.
 
-And read only where they are files: a pipe or a device in their place may never end. What holds a state is made for this
+And read only where they are files: reading a pipe or a device may never end. Files with a state are made for this
 user alone: a state is as good as the model.
 """
 
@@ -26,8 +26,7 @@ def folder_of(given: object, argument: str) -> Path:
     """Return the path of a folder that a program has given.
 
     Args:
-        given: What was given.
-        argument: In which place, for messages.
+        given: The argument. argument: Its name, for messages.
 
     Raises:
         ConfigError: It is no path.
@@ -57,7 +56,7 @@ def new_file(path: Path) -> BinaryIO:
 
 
 def doubt(path: Path) -> str | None:
-    """Return why others may choose what lies in a folder, in words; None where nothing is known against it.
+    """Return why other users may write into a folder, in words; None if they may not.
 
     Raises:
         OSError: There is no such folder.
@@ -93,7 +92,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def replace_folder(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make a folder, and give it the name `path` once it is whole; what was there is removed before.
+    """Let `write` make a folder, and give it the name `path` once it is whole; the old folder is removed before.
 
     Raises:
         DiskError: It cannot be written.

@@ -61,7 +61,8 @@ def check_fields(record: Any) -> None:
     An integer may stand where a float is expected. A bool is no number, and a list is no tuple.
 
     Raises:
-        ConfigError: Names the record, the field, the value, what was expected, and the word that was probably meant.
+        ConfigError: Names the record, the field, the found and the expected value, and the word that was probably
+            meant.
     """
     for name, kind in field_types(record.__class__).items():
         value = getattr(record, name)
@@ -76,7 +77,7 @@ def check_at_least(record: Any, **minima: float) -> None:
     """Raise unless fields are None or at least the minimum given for them; NaN is below every minimum.
 
     Raises:
-        ConfigError: Names the field and what was found.
+        ConfigError: Names the field and its value.
     """
     for name, minimum in minima.items():
         found = getattr(record, name)
@@ -91,7 +92,7 @@ def split_settings(text: str) -> tuple[str, dict[str, str]]:
 
 
 def named_settings(text: str, kinds: Iterable[str]) -> dict[str, str]:
-    """Return the values by key, as `split_settings` does; a number that comes first is that of the first of `kinds`.
+    """Return the values by key, as `split_settings` does; a number that comes first belongs to the first of `kinds`.
 
     Raises:
         ConfigError: That one has a value under its name, too.
@@ -161,7 +162,7 @@ def read_value(text: str, kind: Any, readers: Readers = _NO_READERS) -> Any:
         readers: Of types with their own text form.
 
     Raises:
-        ConfigError: Says what was expected.
+        ConfigError: Names the expected values.
     """
     members = (kind,) if kind in readers else _members(kind)
     for member in members:
@@ -225,7 +226,7 @@ def check_callable(given: object, call: str, what: str) -> None:
     """Raise unless an argument can be called.
 
     Raises:
-        ConfigError: Says what was expected.
+        ConfigError: Names the expected values.
     """
     if not callable(given):
         raise ConfigError(f"{call}: expected {what}, found {shown(given)}")

@@ -20,8 +20,8 @@ _END = 1 << 12
 class JsonLines:
     """Appends records that have a `step`.
 
-    Every record is handed to the system as soon as it is known: a killed process loses at most the line that it was
-    writing. A record that a full disk takes only in part is taken back, so that no two records are ever joined.
+    Every record goes to the operating system at once: a killed process loses at most the line that it was writing. A
+    record that a full disk takes only in part is removed again, so that no two records are ever joined.
 
     Args:
         path: The file.
@@ -60,8 +60,8 @@ class JsonLines:
 def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
     """Append `record` to a file that is written seldom, and from which nothing is ever dropped.
 
-    A half line, which a killed process has left, is cut off first; of the file its end alone is read. Errors are those
-    of `JsonLines.write`.
+    A half line, which a killed process has left, is cut off first; only the end of the file is read. It raises as
+    `JsonLines.write`.
     """
     with writing_to(path), path.open("a+b", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -83,7 +83,7 @@ def _is_record(line: bytes) -> bool:
 
 
 def replace_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write `content` in one step, as a record is written; the errors are those of `replace_file`."""
+    """Write `content` in one step, as a record is written; it raises as `replace_file`."""
     text = json.dumps(plain(content), indent=2, allow_nan=False) + "\n"
     replace_file(path, lambda unfinished: unfinished.write_text(text))
 

@@ -59,7 +59,7 @@ def describe_environment(device: torch.device = _CPU) -> dict[str, Any]:
     """Return versions, processor, device and commit.
 
     Args:
-        device: Where the model lives; `cuda` is its name, and None on processors, whatever else the machine has. The
+        device: Where the model lives; `cuda` is its name, and None on processors, even if the machine has GPUs. The
             commit is None where the sources are not a git checkout.
     """
     return {

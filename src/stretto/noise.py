@@ -20,7 +20,7 @@ class Noise:
     """
 
     variance: float
-    """Of every coordinate of the mean gradient, whatever it is a mean of."""
+    """Of every coordinate of the mean gradient."""
     _: dataclasses.KW_ONLY
     mean: float = 0.0
     """Of every coordinate: what the noise adds on average."""

@@ -1,12 +1,11 @@
 """Values as bytes, and back without running anything that the bytes bring.
 
-Pickle lets bytes call any function. What is read here may hold numbers, text, bytes and streams of them, lists,
+Pickle lets bytes call any function. Packed bytes may hold numbers, text, bytes and streams of them, lists,
 dictionaries, tensors and NumPy arrays, and named tuples of the program's own modules. Other classes are refused when
 they are written, unless the program has named them to PyTorch with `torch.serialization.add_safe_globals`.
 
-Note [Bytes]
-    PyTorch pickles bytes as text, which takes half as much again, and is slow to write and to read. So what has more
-    than a few of them is sent as a tensor.
+Note [Bytes] PyTorch pickles bytes as text, which takes half as much again, and is slow to write and to read. So an
+    object with more than a few bytes is stored as a tensor.
 
 Note [Named tuples]
     A named tuple is sent as a dictionary of its class's name and its values. Where it is read, the class is looked up
@@ -96,7 +95,7 @@ def unpack(packed: bytes | memoryview, what: str, place: str | Callable[[Any, st
 
 
 def _is_readable(value: Any) -> bool:
-    """Return whether it is certain that what is written can be read, without reading it."""
+    """Return whether the written bytes can certainly be read, without reading them."""
     kind = type(value)
     if kind is torch.Tensor:
         is_as_usual = value.layout is torch.strided and value.device.type in ("cpu", "cuda")
@@ -163,7 +162,7 @@ def _named_tuple(module: str, name: str) -> type[tuple[Any, ...]]:
 
 
 def _reason(error: Exception) -> str:
-    """Return what was refused, out of PyTorch's long advice."""
+    """Return the name of the refused class from PyTorch's long advice."""
     found = _REFUSED.search(str(error))
     if found is None:
         return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -67,11 +67,11 @@ class DataParallel:
         Args:
             model: On its device, complete, with its starting weights: every rank takes rank 0's.
             optimizer: Over the model's trainable parameters, in any groups. Its class and settings are read;
-                it stays the face that schedulers turn, and must not be stepped by hand. Several optimizers share the
+                schedulers still set its rates, and your code must not step it. Several optimizers share the
                 parameters between them.
             strategy: How gradients become updates; None is `ZeRO1()`, which is exact.
             micro_batches: Per rank and update; or a `Total` of all ranks, or a `Clock` per round.
-            scheduler: Of `optimizer`, turned by the library at every committed update; None leaves it to the caller.
+            scheduler: Of `optimizer`; the library steps it at every committed update. None leaves it to the caller.
                 One, or a sequence of them.
             wire: Short for `Options(wire=...)`.
             guards: What watches over the job's values, in the order in which they are asked; see the page guards.
@@ -97,7 +97,7 @@ class DataParallel:
             )
         self.model = model
         self.optimizer: torch.optim.Optimizer = as_one(optimizer)
-        """What was given; several as one, whose groups are theirs in order."""
+        """The given optimizer; several are joined to one, with all their groups in order."""
         self.scheduler = SeveralSchedulers(scheduler) if isinstance(scheduler, list | tuple) else scheduler
         if not isinstance(options, Options | None):
             raise ConfigError(f"options: expected Options(...), as Options(clip_norm=1.0), found {options!r}")
@@ -123,7 +123,7 @@ class DataParallel:
         """What guards and the verified exchange found after the last update; known once `finish` has returned."""
         self.job: Job = start(parts, self._group, sharding)
         self.feeding = feed_of(self.job)
-        """The job's parts, and where this rank stands in its data: for checkpoints, faults and tests."""
+        """The job's parts, and this rank's position in its data: for checkpoints, faults and tests."""
         self._compute = self.job.compute
 
     @property
@@ -155,20 +155,20 @@ class DataParallel:
     ) -> Iterator[Batch]:
         """Yield every batch of the loader once, until all ranks agree to end, at the same round on every rank.
 
-        What is left then (landing what is in flight, rounds with ranks that have more data) happens in here, without
-        a batch: the loop's body never sees one twice. Behind it the model shows committed parameters, until training
-        continues.
+        The remaining work (completing rounds in flight, rounds with ranks that have more data) happens in here,
+        without a batch: the loop's body never sees one twice. After it the model shows committed parameters, until
+        training continues.
 
         Args:
-            loader: This rank's batches. One with a length is asked once more before its last, a copy, is given out: at
-                the end no round is needed then to tell other ranks. A wrong length does no harm.
+            loader: This rank's batches. If it has a length, `feed` asks it once more before it gives out a copy of
+                the last batch: then the end needs no extra round to inform other ranks. A wrong length does no harm.
             updates: End when so many updates have been committed since the job began (`steps`), and commit none
                 behind; None continues to the end of the data.
             until: End when any rank's data have ended, or when all ranks' have.
             on_update: Called with every update that is committed from the first batch to the end, on all ranks alike,
-                except where ranks step alone between averages and have unequal numbers of batches.
-                The loop's body does not see those that land in here: evaluate and save in this function where ranks
-                may have unequal numbers of batches.
+                except where ranks step alone between averages and have unequal numbers of batches. The loop's body
+                does not see updates that are committed in here: evaluate and save in this function where ranks may
+                have unequal numbers of batches.
 
         Raises:
             ConfigError: The loader has not a single batch, or an argument cannot be.
@@ -183,8 +183,8 @@ class DataParallel:
         """Run one micro-batch's backward pass and count it.
 
         Args:
-            loss: Scalar mean over whatever `weight` counts.
-            weight: What the micro-batch counts for, for example its number of tokens; at least 0.
+            loss: Scalar mean over the units that `weight` counts. weight: Of the micro-batch, for example its number
+                of tokens; at least 0.
             samples: For the records; None takes the size of the batch that `feed` gave last, or 1.
 
         Returns:
@@ -213,8 +213,8 @@ class DataParallel:
         Guards can run it again: until the round ends they hold on to the batch. Returns and errors as for `backward`.
 
         Args:
-            loss_function: Returns the loss, or (loss, weight, samples) where only the forward pass tells these. What it
-                returns depends on the batch, the model and random draws alone, and the batch stays unchanged.
+            loss_function: Returns the loss, or (loss, weight, samples) if only the forward pass knows these. Its
+                result must depend on the batch, the model and random draws alone, and it must not change the batch.
             batch: What it is given.
             weight: See `backward`.
             samples: See `backward`; None is the batch's length.
@@ -258,13 +258,13 @@ class DataParallel:
 
     @_not_traced
     def end_micro_batch(self, weight: float, loss: Tensor | None, samples: int) -> Update | None:
-        """Count what was accumulated; where nothing was, a gradient of zero. Else as `count_micro_batch`."""
+        """Count the accumulated gradients, or zero if there are none; otherwise as `count_micro_batch`."""
         with self._compute.lifetime.running():
             self.feeding.counts()
             return self.feeding.arrived(self._compute.count(weight, loss, samples, samples, lacks=True))
 
     def commit(self) -> list[Update]:
-        """Commit what was counted, however little, and land everything; return the updates nobody was told of yet.
+        """Commit all counted micro-batches, and complete every round; return the updates that were not returned yet.
 
         For loops without `feed`. Does nothing if no update is in progress, or after `finish`. Under a strategy that
         overlaps nothing is in flight then, as at first. All ranks must call, after the same micro-batch.
@@ -288,7 +288,7 @@ class DataParallel:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Show the committed parameters and the agreed buffers inside the block, then what was shown before.
+        """Show the committed parameters and the agreed buffers inside the block, then the values from before.
 
         All ranks must enter, after the same micro-batch. Under a `Clock` only right after an `Update`, before training,
         or after `finish`, because in between ranks may have passed different rounds.
@@ -347,7 +347,7 @@ class DataParallel:
         """Return parameters, buffers, optimizer state and counts for `torch.distributed.checkpoint.save`.
 
         Portable: any world size, any strategy and plain PyTorch can read it; `stretto.engine.state` lists the names.
-        What only a bit-identical continuation needs is left to `stretto.checkpoint.save`. All ranks must call, between
+        `stretto.checkpoint.save` saves everything that a continuation to the bit needs. All ranks must call, between
         updates; the state refers to the job's own tensors, so save it before training continues.
 
         Raises:
@@ -382,17 +382,18 @@ class DataParallel:
         self._compute.course.stop()
 
     def end(self) -> None:
-        """End `feed` after the last update, and commit what is in progress; all ranks must call, in `on_update`."""
+        """End `feed` after the last update, and commit the update in progress; all ranks must call, in `on_update`."""
         self.feeding.end()
 
     def finish(self) -> list[Update]:
-        """Commit what is left, and end the job with the committed parameters shown; all ranks must call.
+        """Commit the remaining micro-batches, and end the job with the committed parameters shown; all ranks must
+        call.
 
         The communication lane is joined; the model is an ordinary one again.
 
         Returns:
-            The updates that nobody has been told of yet: those committed at the end of `feed`, unless `on_update` has
-            heard of them, and those committed here.
+            The updates that were not returned yet: updates committed at the end of `feed`, unless `on_update` got
+            them, and updates committed here.
         """
         with self._compute.lifetime.running():
             if not self._compute.num_counted:  # a loop that calls loss.backward() has trained nothing
@@ -411,7 +412,7 @@ class DataParallel:
             self._compute.lifetime.finish()
 
     def fail(self, error: BaseException) -> None:
-        """Tell all ranks that this one ends because of `error`, and end the job here."""
+        """Report to all ranks that this rank ends because of `error`, and end the job here."""
         misuse.check_exception(error)
         self._compute.lifetime.fail(error, is_users=True)  # one of the library's has ended the job before
 

@@ -1,6 +1,6 @@
 """The random states of a process: what a forward pass may draw from (torch, NumPy, Python) belongs to a rank.
 
-`random_states` copies it, to be kept or saved. `RandomStatesByRank` lets the ranks of one process take turns with it.
+`random_states` copies it, to be kept or saved. `RandomStatesByRank` gives each rank of one process its own state.
 """
 
 import random
@@ -66,11 +66,11 @@ def kept_random_states(device: torch.device) -> Iterator[None]:
 
 
 class RandomStatesByRank:
-    """The states of torch, NumPy and Python of several ranks that take turns in one process.
+    """The states of torch, NumPy and Python of several ranks that alternate in one process.
 
-    A rank starts as if its number had been the seed, whatever the process drew before, so that a program that does
-    not seed itself repeats too. NumPy's generator changes hands as an object, in 0.2 µs, where copying its state there
-    and back takes 130: ranks take turns at every collective.
+    A rank starts as if its number had been the seed, regardless of earlier draws of the process, so that a program
+    that does not seed itself repeats too. NumPy's generator changes hands as an object, in 0.2 µs, where copying its
+    state there and back takes 130: ranks alternate at every collective.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ def draw(seed: int, stream: str, counter: int) -> int:
 
     Args:
         seed: Of the run; modulo 2^64.
-        stream: What is decided; streams are independent of each other.
+        stream: Name of the decision; streams are independent of each other.
         counter: Step or round index, not negative.
     """
     import xxhash  # strategies are priced where there is nothing but the library
@@ -28,5 +28,5 @@ def draw(seed: int, stream: str, counter: int) -> int:
 
 
 def coin(seed: int, stream: str, counter: int, probability: float) -> bool:
-    """Return True with `probability`, always the same for the same arguments, which are those of `draw`."""
+    """Return True with `probability`, always the same for the same arguments, as for `draw`."""
     return draw(seed, stream, counter) < int(probability * _RANGE)

@@ -1,4 +1,4 @@
-"""The files of a run, which `stretto report` reads: for loops of your own, and for the command line's.
+"""The files of a run, which `stretto report` reads: for your own loops, and for the command line.
 
 `config.json` says what ran. `updates.jsonl`, `evaluations.jsonl`, `memory.jsonl` and `incidents.jsonl` hold one JSON
 object per line. `tensorboard/` has a curve for each number.
@@ -48,7 +48,7 @@ class RunFiles:
         self._most_bytes = 0
 
     def updated(self, update: Update, training_seconds: float) -> None:
-        """Write an update, `training_seconds` of training after the start of the run, and what was found in it."""
+        """Write an update, `training_seconds` of training after the start of the run, and its incidents."""
         for incident in update.incidents:
             self.noticed(incident)
         self._updates.write({**update.as_json(), "training_seconds": training_seconds})
@@ -79,8 +79,8 @@ class Curves:
 
     Args:
         folder: Where the event files are.
-        resumed_from: Committed updates of the checkpoint that the run continues from: TensorBoard hides what
-            was recorded later. None for a new run.
+        resumed_from: Committed updates of the checkpoint that the run continues from: TensorBoard hides later
+            records. None for a new run.
 
     Raises:
         MissingExtra: `tensorboard` is not installed.
@@ -131,7 +131,7 @@ class Curves:
 
 
 class Recorder:
-    """Writes the folder of a run from a loop of your own: the records that `stretto train` writes.
+    """Writes the folder of a run from your own loop: the records that `stretto train` writes.
 
         with stretto.Recorder("runs/mine", parallel, tensorboard=True) as recorder:
             for batch in parallel.feed(loader, on_update=recorder):
@@ -139,15 +139,15 @@ class Recorder:
             parallel.finish()
 
     All ranks make one, and rank 0 writes. `stretto report runs/mine` makes a page of the folder. A job that continues
-    from a checkpoint continues in the same folder: what was recorded after it is dropped. One that begins again
-    writes its files again.
+    from a checkpoint continues in the same folder: later records are dropped. A job that begins again writes its
+    files again.
 
     Args:
-        folder: Of the run; it is made where it does not exist.
-        job: What is recorded; without one the rank is that of `torch.distributed` or of a launcher, and the folder does
-            not say which strategy ran.
+        folder: Of the run; it is made if it does not exist.
+        job: The job to record; without one the rank is that of `torch.distributed` or of a launcher, and the folder
+            does not say which strategy ran.
         tensorboard: Write events for TensorBoard too.
-        settings: Whatever should stand on the page: learning rate, width, data.
+        settings: Settings to show on the page: learning rate, width, data.
 
     Raises:
         MissingExtra: TensorBoard is not installed.
@@ -198,10 +198,10 @@ class Recorder:
 
         Args:
             heldout_loss: At the committed parameters.
-            step: Committed updates before it; None is those of the job, or of the last update.
+            step: Committed updates before it; None takes the number of the job, or of the last update.
 
         Raises:
-            UsageError: Nobody knows how many updates there were.
+            UsageError: The number of updates is unknown.
         """
         if step is None and self._job is None and not self._has_begun:
             raise UsageError(

@@ -9,7 +9,7 @@ from stretto.terminal import printable
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Incident:
-    """One corruption that was found, what it is attributed to, and what was done about it; the same on every rank."""
+    """One found corruption, its attributed ranks, and the action against it; the same on every rank."""
 
     step: int
     """The update it was found in, counted from 1."""
@@ -20,11 +20,11 @@ class Incident:
     part: str
     """Which tensor, bucket or slice of that site, and where in it if that is known."""
     ranks: tuple[int, ...]
-    """Ranks that hold or sent the damaged values; empty where nobody can be named."""
+    """Ranks that hold or sent the damaged values; empty if no rank can be named."""
     link: tuple[int, int] | None = None
     """Sender and receiver, for damage on a link."""
     action: str
-    """What became of it: "sent again", "summed again", "mended", "copied from rank 2", ..."""
+    """The action against it: "sent again", "summed again", "mended", "copied from rank 2", ..."""
     expected: str | None = None
     """Digest of the healthy values, hexadecimal, where it is known."""
     found: str | None = None
@@ -101,14 +101,14 @@ class Update:
     incidents: tuple[Incident, ...] = ()
     """What guards and the verified exchange have found since the previous update, on any rank."""
     fresh_samples: int = 0
-    """Those of `samples` at their first use: what was loaded for this update, over all ranks."""
+    """Samples of `samples` at their first use: loaded for this update, over all ranks."""
 
     fresh: int = 0
     """Batches that `feed` gave this rank since the previous update and that it had not given before."""
     echoed: int = 0
     """Batches that `feed` gave this rank since the previous update for another use."""
     mixed: int = 0
-    """Updates, of those that this rank has begun since, whose batches were fresh in part and held in part."""
+    """Updates since then, begun by this rank, whose batches were fresh in part and held in part."""
     uses: tuple[int, ...] = ()
     """The use of each of these, in their order: 1 for the first."""
     first_use_loss: float = math.nan

@@ -118,11 +118,11 @@ class Along:
 
 
 def over(schedule: Schedule, length: Length | None) -> Schedule:
-    """Return `schedule` along a whole run, if it names no steps of its own.
+    """Return `schedule` along a whole run, if it has no number of steps.
 
     Args:
         schedule: Any.
-        length: Of the run; None where nobody knows it.
+        length: Of the run; None if unknown.
 
     Raises:
         ConfigError: The schedule names no steps, and `length` is None.

@@ -1,10 +1,10 @@
-"""A share of a state: what one rank holds of a job, as bytes that files, neighbours and connections carry alike.
+"""A share of a state: one rank's part of a job, as the same bytes in files, in memory and on connections.
 
     mark (8 bytes) | length of the head (8) | digest of the head (16) | head | an entry's content | the next one's | ...
 
-The head is JSON: what is the same on all ranks, and for each entry its name, shape and dtype, the runs of it that
-follow each other in its content, and their digest. An entry that is no tensor is packed (`stretto.packed`). Each
-content begins at a multiple of 64 bytes, so that a tensor can be in the memory of the bytes, and in that of a file.
+The head is JSON: the settings that are equal on all ranks, and for each entry its name, shape and dtype, the runs of
+it that follow each other in its content, and their digest. An entry that is no tensor is packed (`stretto.packed`).
+Each content begins at a multiple of 64 bytes, so that a tensor can use the memory of the bytes or of a file.
 
 Digests are taken of the job's values before anything is copied or written, so what changes on its way is found while
 the job still has it. The digest of the head stands for the share: it names those of all entries.
@@ -73,7 +73,7 @@ Kinds = Mapping[str, Kind | None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """What one rank holds of a job at rest."""
+    """One rank's part of a job at rest."""
 
     step: int
     """Committed updates."""
@@ -85,13 +85,13 @@ class Held:
     layout: str
     """Digest of the layout."""
     entries: Mapping[str, Any]
-    """`Runs` of tensors, and whatever else, by name."""
+    """`Runs` of tensors, and other objects, by name."""
     others: frozenset[str] = frozenset()
     """Entries that another rank writes."""
 
     @property
     def header(self) -> list[Any]:
-        """What is the same on all ranks that hold the state."""
+        """The settings that are equal on all ranks that hold the state."""
         return [self.step, self.strategy, self.optimizer, self.world_size, self.layout]
 
     @property

@@ -185,7 +185,7 @@ def _check_fits_shards(parts: Parts) -> None:
 
 
 def start(parts: Parts, group: dist.ProcessGroup, sharding: "Sharding | None" = None) -> Job:
-    """Set up both lanes of one rank; all ranks of `group`, which is used by this job and nobody else, must call.
+    """Set up both lanes of one rank; all ranks of `group`, which only this job uses, must call.
 
     Args:
         parts: What the job is made of.
@@ -347,8 +347,8 @@ def _connected(
 ) -> tuple[Exchange, Within | None]:
     """Compare the settings of all ranks, and return the exchange on which the strategy runs.
 
-    Where the ranks of a node hold shards, that one connects ranks with the same shard, and what connects the node's
-    ranks is returned beside it.
+    If the ranks of a node hold shards, that exchange connects ranks with the same shard, and the second result
+    connects the node's ranks.
     """
     options = parts.options
     # Nobody knows yet that all verify, or none.
@@ -498,8 +498,8 @@ def _interpreter(parts: Parts, ledger: Ledger, replica: Replica) -> GuardInterpr
 def _hides(parts: Parts, ledger: Ledger, exchange: Exchange, quota: Quota) -> bool:
     """Return whether gradients may leave early.
 
-    The round's end must be known ahead; nothing else may be sent beside the gradients; and nobody may have to look at
-    them before. All this is the same on all ranks.
+    The round's end must be known ahead; nothing else may be sent together with the gradients; and no guard may
+    inspect them before. All this is the same on all ranks.
     """
     layout, owes = exchange.layout, exchange.feedback is not None
     return (
@@ -536,7 +536,9 @@ def _strikes(options: Options, exchange: Exchange) -> Strikes:
 
 
 def _fixed(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return what nobody is to write: floating-point buffers may be averaged (`stretto.engine.statistics`)."""
+    """Return the tensors that no code may write: floating-point buffers may be averaged
+    (`stretto.engine.statistics`).
+    """
     is_buffer = {original_name(name) for name, _ in model.named_buffers()}
     return [
         (name, tensor)
@@ -546,7 +548,7 @@ def _fixed(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _settings(parts: Parts) -> dict[str, str]:
-    """Return what ranks must hold alike, beside the layout, as text by name."""
+    """Return the settings, other than the layout, that must be equal on all ranks, as text by name."""
     chosen = [f"{field.name}={getattr(parts.options, field.name)!r}" for field in dataclasses.fields(Options)]
     fixed = [f"{name}: {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in untrained(parts.model)]
     found = {

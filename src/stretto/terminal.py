@@ -1,4 +1,4 @@
-"""What is printed: text that cannot steer a terminal, whatever a model, another rank or a file name has put into it.
+"""Printable text: it cannot steer a terminal, even if a model, another rank or a file name tries to.
 
 And whether anybody reads it.
 """
@@ -25,7 +25,7 @@ def _escape(letter: str) -> str:
 
 
 def is_unread() -> bool:
-    """Return whether nobody reads the standard output any more: a pipe's reader has ended, a terminal was closed."""
+    """Return whether the reader of the standard output is gone: a pipe's reader has ended, a terminal was closed."""
     try:
         descriptor = sys.stdout.fileno()
     except (AttributeError, OSError, ValueError):  # no file: it was captured, or there is none
@@ -36,7 +36,7 @@ def is_unread() -> bool:
 
 
 def print_to_nobody() -> None:
-    """Let what is still in the standard output's buffer, and all that follows, vanish without an error."""
+    """Drop the standard output's buffer, and all later output, without an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -4,9 +4,8 @@ The loader's iterator is made on the caller's thread, because that is where a lo
 reading thread only calls `next`. An exception of the loader is raised again where its batch is asked for, with its own
 traceback.
 
-A loader may write every batch into the same memory: a plain loop has done with a batch when it asks for the next one.
-A batch that is read ahead has not been used then, so it is copied as it is read. Batches from worker processes need
-no copy.
+A loader may write every batch into the same memory: a plain loop no longer needs a batch when it asks for the next. A
+batch that is read ahead is not used by then, so the reader copies it. Batches from worker processes need no copy.
 
 Batches go from the reading thread to the caller in one queue, and permits to read another batch come back in a second
 one. Both are `SimpleQueue`s, which are written in C: to put something in wakes no thread unless one waits.

@@ -160,11 +160,11 @@ class Layout:
 
 
 def usual_bucket_bytes(device: torch.device) -> int:
-    """Return how large a collective over values on `device` is, where nobody has said it, in bytes.
+    """Return the default size of a collective over values on `device`, in bytes.
 
-    Values of a CPU go through sockets, where a small transfer is sent while another is summed. On a GPU every
-    kernel and every collective costs a launch, whatever its size: a billion parameters would be 3,800 buckets of the
-    small size, and are 60 of the large one.
+    Values of a CPU go through sockets, where a small transfer is sent while another is summed. On a GPU every kernel
+    and every collective costs a launch at any size: a billion parameters would be 3,800 buckets of the small size,
+    and are 60 of the large one.
     """
     return 2**20 if device.type == "cpu" else 2**26
 
@@ -200,7 +200,7 @@ def plan_layout(
 
     Parameters are in the order in which their gradients become ready, approximately: the reverse of registration.
     Groups of the optimizer stay together where parameters may be cut, so that an owner has few segments. Buckets are
-    sorted by what is ready last.
+    sorted by their last gradient.
 
     Args:
         model: Holds the parameters, which `check_parameters` has seen; tied ones count once, frozen ones are skipped.

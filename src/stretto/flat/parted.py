@@ -45,7 +45,7 @@ class Runs:
         return Runs(self.shape, self.dtype, values, self.written)
 
     def fill(self, values: list[tuple[int, Tensor]]) -> None:
-        """Take what was wanted."""
+        """Take the requested values."""
         self.values = values
 
     def run(self, start: int, stop: int) -> Tensor | None:
@@ -68,8 +68,8 @@ class Runs:
 class PartedTensor(Tensor):
     """The shape and dtype of a whole tensor, and the runs of it that this rank holds, writes or reads.
 
-    It has no storage of its own and no arithmetic. `torch.distributed.checkpoint` saves what this rank writes, and
-    loads what it reads, by the last three methods with double underscores.
+    It has no storage and no arithmetic. `torch.distributed.checkpoint` saves this rank's part, and loads into it,
+    with the last three methods with double underscores.
     """
 
     runs: Runs

@@ -1,10 +1,9 @@
 """Steps of whole tensors whose rows the ranks of a node share.
 
-Note [Over shards]
-    The optimizer's own code steps `DTensor`s over the node's ranks: PyTorch brings together what that code multiplies
-    or adds up, as for an optimizer over FSDP2's parameters. Masters and state stay where they are; what is brought
-    together lives within a step. All ranks of a node step the same tensors in the same order: their shards are dealt to
-    owners alike (`stretto.flat.shards.dealt_numel`), and whether a parameter was used is known to all.
+Note [Over shards] The optimizer's own code steps `DTensor`s over the node's ranks: PyTorch gathers the operands of
+    that code, as for an optimizer over FSDP2's parameters. Masters and state are not moved; gathered values exist
+    only during a step. All ranks of a node step the same tensors in the same order: shards go to owners alike
+    (`stretto.flat.shards.dealt_numel`), and all ranks know which parameters were used.
 """
 
 from collections import defaultdict
@@ -26,8 +25,8 @@ class OverShards(torch.optim.Optimizer):
 
     Args:
         inner: The optimizer.
-        mesh: Returns a `DeviceMesh` of the node's ranks, of one dimension, whose group nobody else uses at the time of
-            a step. A function, because copies of an optimizer share it.
+        mesh: Returns a `DeviceMesh` of the node's ranks, of one dimension, whose group no other code uses during a
+            step. A function, because copies of an optimizer share it.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, mesh: Callable[[], Any]) -> None:
@@ -36,7 +35,7 @@ class OverShards(torch.optim.Optimizer):
         self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure, so no loss
-        """Step what has a gradient; all ranks of the node must call, with the same tensors."""
+        """Step every tensor with a gradient; all ranks of the node must call, with the same tensors."""
         rows = [one for group in self.param_groups for one in group["params"] if one.grad is not None]
         united = dict(zip(rows, self._united(rows), strict=True)) if rows else {}
         self.inner.param_groups = [

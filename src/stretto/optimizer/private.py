@@ -74,7 +74,7 @@ def wrapped_optimizer(wrapper: object) -> str | None:
 
 
 def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what an optimizer's class keeps on it, beside what every optimizer has."""
+    """Return the attributes that an optimizer's class adds to the base class."""
     return {
         name: value
         for name, value in vars(optimizer).items()
@@ -87,7 +87,7 @@ def _take_attributes(
 ) -> None:
     """Give `rebuilt` the settings that the user's optimizer keeps on itself and not in its groups.
 
-    What is not plain data may depend on `arguments`, which the constructor takes and which were not passed again.
+    Attributes that are not plain data may depend on `arguments` of the constructor that were not passed again.
     """
     for name, value in own_attributes(optimizer).items():
         if _is_plain(value):

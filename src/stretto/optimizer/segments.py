@@ -38,7 +38,7 @@ class Segment:
     group: int
     """Index of the parameter group."""
     pieces: tuple[Piece, ...]
-    """What is in the run, in order."""
+    """Parts of parameters in the run, in order."""
     start: int
     """First element within the set's owned slices, side by side."""
     stop: int

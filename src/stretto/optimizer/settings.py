@@ -1,4 +1,6 @@
-"""Settings of the user's optimizer, which schedulers and users turn: read at the first start of an update."""
+"""Settings of the user's optimizer, which schedulers and users change: read when the first round of an update is
+sent.
+"""
 
 import copy
 import math
@@ -13,7 +15,7 @@ Hyperparameters = list[dict[str, Any]]
 
 
 def read_hyperparameters(optimizer: torch.optim.Optimizer) -> Hyperparameters:
-    """Return what schedulers and users may turn, by value, at this moment."""
+    """Return the present settings that schedulers and users may change, as copies."""
     return [
         {key: by_value(value) for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
@@ -26,7 +28,7 @@ def learning_rate(group: Mapping[str, Any]) -> float:
 
 
 def by_value(value: Any) -> Any:
-    """Return a copy of a setting, or of an entry of the state, unless nobody can write it."""
+    """Return a copy of a setting, or of an entry of the state, unless it is immutable."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return copy.deepcopy(value) if isinstance(value, list | dict | set) else value

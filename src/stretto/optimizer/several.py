@@ -13,8 +13,8 @@ from stretto.errors import UnsupportedOptimizer
 class Several(torch.optim.Optimizer):
     """Optimizers that step one after the other, as one whose groups are theirs, in order.
 
-    The groups are the members' own dictionaries, so that whatever turns a member's settings turns them here. Groups and
-    state are held here, and lent to a member for its step.
+    The groups are the members' own dictionaries, so that a change of a member's settings acts here. Groups and state
+    are held here, and lent to a member for its step.
 
     Raises:
         UnsupportedOptimizer: A parameter is in two of them.
@@ -65,13 +65,13 @@ class Several(torch.optim.Optimizer):
 
 
 class SeveralSchedulers:
-    """Schedulers that turn together."""
+    """Schedulers that step together."""
 
     def __init__(self, members: Sequence[Any]) -> None:
         self.members = tuple(members)
 
     def step(self) -> None:
-        """Turn every member."""
+        """Step every member."""
         for member in self.members:
             member.step()
 

@@ -37,7 +37,7 @@ class ReducedGradient:
         self.sums = sums
         """At least float32, over this rank's owned slices."""
         self.weight = weight
-        """Σ w over ranks; zero means that nobody contributed."""
+        """Σ w over ranks; zero means that no rank contributed."""
         self.norm_squared: float | None = norm_squared
         """Squared 2-norm of the whole sum; None until measured."""
         self.used = used
@@ -56,7 +56,7 @@ class ReducedGradient:
         return total
 
     def leave_out(self) -> None:
-        """Count for nothing: nobody steps with it."""
+        """Drop the gradient: no step uses it."""
         self.weight = self.norm_squared = 0.0
         self.used = bytes(len(self.used))
 
@@ -113,7 +113,7 @@ class ReducedGradient:
         return part if self._scale is not None else _scaled(part.div(self.weight), clip)
 
     def measure(self) -> Tensor:
-        """Return the squared 2-norm of the sums on this rank's slices, `()` float64; nobody waits for it here.
+        """Return the squared 2-norm of the sums on this rank's slices, `()` float64, without waiting for the device.
 
         In float64, where no square of a float32 value is too large or too small; in flat order, however buckets go.
         """
@@ -148,7 +148,7 @@ def _squares_on_host(parts: list[Tensor]) -> list[Tensor]:
 
 
 def _scaled(mean: Tensor, clip: float) -> Tensor:
-    """Multiply in place, unless nothing is clipped: one pass over memory less, beside a busy compute lane."""
+    """Multiply in place, unless nothing is clipped: this saves a pass over memory while the compute lane is busy."""
     return mean if clip == 1.0 else mean.mul_(clip)
 
 

@@ -83,7 +83,7 @@ class StateKinds:
                     )
 
     def check_over_shards(self) -> None:
-        """Raise unless what is kept of whole tensors, of which ranks hold rows, can be held by rows too.
+        """Raise unless the state of whole tensors, of which ranks hold rows, can be cut by rows too.
 
         Raises:
             UnsupportedOptimizer: Names the first parameter and the entry that cannot.
@@ -152,7 +152,7 @@ def _numbers_of(states: Mapping[Piece, PieceState]) -> dict[int, float]:
 
 
 def _join(segment: Segment, states: Mapping[Piece, PieceState], owned: Owned) -> dict[str, Any]:
-    """Return the state of a segment from that of its pieces."""
+    """Return the state of a segment from the states of its pieces."""
     if segment.pieces[0].slot.is_whole:
         state = states[segment.pieces[0]]
         return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
@@ -232,7 +232,7 @@ def _agree(gather: Callable[[bytes], Sequence[bytes]], own: NDArray[np.float64])
 
 
 def _like(kind: Any, number: float | None) -> Any:
-    """Return a number in the form of `kind`; what is none stays what it is."""
+    """Return a number in the form of `kind`; other values are not changed."""
     if number is None or not _is_number(kind):
         return kind
     return torch.full_like(kind, number) if isinstance(kind, Tensor) else type(kind)(number)

@@ -20,14 +20,14 @@ from stretto.optimizer.state import adopt_states, piece_states
 _UPDATES = 12
 """Warm-ups and periods of ten, as they are usually set, are over at the last."""
 _REPLACED_BEFORE = (2, 5)
-"""Not at multiples of one number: whoever counts steps, to whatever number, has lost count after one of the two."""
+"""Not at multiples of one number: an optimizer that counts steps to any number loses count after one of the two."""
 _OWNERS = 2
 _NUMEL_MIN, _NUMEL_MAX = 64, 8192
 """Elements of a trial tensor; 8-bit optimizers treat those above 4096 in another way."""
 _LEARNING_RATES = (0.01, 0.02, 0.005)
 """Not the user's, which may start at zero, where every optimizer looks harmless."""
 _GRADIENT_SCALES = (1.0, 1e4, 1e-4)
-"""So that a clip acts once, whatever its bound."""
+"""So that a clip with any bound acts once."""
 
 Values = list[Tensor]
 """One tensor for each trial tensor, in order."""
@@ -249,7 +249,7 @@ def _whole_numbers(optimizer: torch.optim.Optimizer) -> dict[str, int]:
 
 
 def _described(value: Any) -> str | None:
-    """Return text that is equal for equal values; None for what is more than numbers, words and their containers."""
+    """Return text that is equal for equal values; None for other objects than numbers, words and their containers."""
     if isinstance(value, dict):
         value = [item for pair in value.items() for item in pair]
     if isinstance(value, list | tuple):
@@ -269,7 +269,7 @@ def _twin(start: Tensor) -> nn.Parameter:
 
 
 def _kinds(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return the largest parameter of every kind that a rule of the optimizer may tell apart."""
+    """Return the largest parameter of every kind that a rule of the optimizer may distinguish."""
     found: dict[Any, Tensor] = {}
     for parameter in sorted(parameters, key=Tensor.numel):
         if parameter.requires_grad:

@@ -1,4 +1,4 @@
-"""Schedulers: which of them can be turned at every committed update, and whether one was turned exactly once."""
+"""Schedulers: which of them Stretto can step at every committed update, and a check that each stepped exactly once."""
 
 import inspect
 from typing import Any
@@ -13,7 +13,7 @@ _DEEPEST = 8
 
 
 def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Raise unless `scheduler` turns `optimizer` when its step() is called without arguments; None is none.
+    """Raise unless step() without arguments sets the rates of `optimizer`; None is no scheduler.
 
     Raises:
         ConfigError: Says what to pass, or to do, instead.
@@ -74,7 +74,7 @@ def _needed(step: Any) -> list[str]:
 
 
 class Schedule:
-    """A scheduler as a job turns it: once per committed update, and by nobody else.
+    """A scheduler that only the job steps, once per committed update.
 
     Args:
         scheduler: With `step()`.
@@ -89,10 +89,10 @@ class Schedule:
         self._turned_to = None
 
     def turn(self, times: int, where: object) -> None:
-        """Turn it so many times.
+        """Step it so many times.
 
         Raises:
-            UsageError: It has been turned by hand too, turns several times at once, or its schedule has ended.
+            UsageError: User code stepped it too, it steps several times at once, or its schedule has ended.
         """
         before = _positions(self._scheduler)
         if self._turned_to not in (None, before):

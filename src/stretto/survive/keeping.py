@@ -1,10 +1,10 @@
 """When states are kept in memory: as often as takes a hundredth of the time and of the bytes that a job sends.
 
-Note [Where all come]
-    Ranks that step alone come together at averages. One whose data have ended waits there, and comes to no update
-    before; the others cannot know that. So they keep states after averages alone, and none after the last average: the
-    rank that has stepped last has come to that update already. Where an average lands some updates after it has
-    left, a rank without data comes to no update of the others: data have to be even there, as for checkpoints.
+Note [Where all come] Ranks that step alone come together at averages. A rank whose data have ended waits there, and
+    reaches no update before; the others cannot know that. So they keep states after averages alone, and none after
+    the last average: the rank that has stepped last has already reached that update. If an average arrives some
+    updates after it was sent, a rank without data reaches no update of the others: then data must be even, as for
+    checkpoints.
 """
 
 import dataclasses
@@ -153,7 +153,7 @@ class Keeping:
 
 
 def do_all_come(parallel: DataParallel) -> bool:
-    """Return whether all ranks come to the update that has just landed; see Note [Where all come]."""
+    """Return whether all ranks reach the update that was just committed; see Note [Where all come]."""
     agreement, votes = parallel.job.replica.agreement, parallel.job.compute.course.votes
     if not agreement.steps_alone or getattr(parallel.strategy, "delay", 0) > 0:
         return True

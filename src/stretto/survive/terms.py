@@ -145,7 +145,7 @@ class Term:
         self._before = before
         self._keeping: Keeping | None = None
         self._looked = -math.inf
-        """When the first rank has last looked for those that wait."""
+        """When the first rank last looked for waiting processes."""
         self._has_meshes = False
         self._job: weakref.ref[DataParallel] | None = None
         self.beginning = Beginning()
@@ -259,7 +259,9 @@ class Term:
             raise Planned(seats, self.group)
 
     def _asks(self, now: float) -> bool:
-        """Return whether this member has a reason to end the term; the first one looks for those that wait at times."""
+        """Return whether this member has a reason to end the term; the first member looks for waiting processes at
+        times.
+        """
         if self._process.wish.is_asked or self.rank or now < self._looked + _LOOK_SECONDS:
             return self._process.wish.is_asked
         self._looked = now
