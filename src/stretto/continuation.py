@@ -6,7 +6,7 @@
     shown.<name>         the prediction that the model shows, for strategies that leave one at an update's end
     rank.<rank>          random states, buffers as this rank has them, and counts
     owed.<rank>          the residual: rounding errors that this rank has yet to send, if the wire keeps them
-    `debts.<node>.<name>`  the same of a parameter, where the ranks of a node hold shards
+    debts.<node>.<name>  the same of a parameter, where the ranks of a node hold shards
     replica.<rank>       parameters, optimizer state and totals of this rank, where replicas differ; the name also says
                          which ranks hold the same, where workers are nodes
     scheduler            state of the scheduler that the library steps

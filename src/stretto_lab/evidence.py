@@ -1,4 +1,4 @@
-"""What strategies and wires cost in held-out loss, as far as it was measured: a small GPT, on two to 32 ranks."""
+"""The measured costs of strategies and wires in held-out loss: a small GPT, on two to 32 ranks."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ class Evidence:
     nats: float | None
     """More of them; None where nothing is known."""
     source: str
-    """What was measured, or why nothing is known; empty where it is exact, or rounds to 16 bits as everybody does."""
+    """The measurement, or why there is none; empty if it is exact, or rounds to 16 bits as usual."""
 
     @property
     def price(self) -> float:

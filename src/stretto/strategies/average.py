@@ -1,4 +1,4 @@
-"""Plain averages of replicas that are sent beside the next updates: an outer step of rate 1 without momentum."""
+"""Plain averages of replicas, sent while the next updates are computed: an outer step of rate 1 without momentum."""
 
 import dataclasses
 
@@ -13,15 +13,15 @@ class Average(Strategy):
     """Every rank steps its own replica; every `every` updates each part of the parameters is averaged, hidden.
 
         θ_r ← Opt_r(θ_r, g(θ_r; B_r) / w_r)              every update, on every rank alone
-        m   = Σ_q ω_q θ_q / Σ_q ω_q                      a fragment leaves, every `every` updates
-        θ_r ← m + (θ_r - θ_r')                           it lands, `delay` updates later; θ_r' is what left
+        m   = Σ_q ω_q θ_q / Σ_q ω_q                      a fragment is sent, every `every` updates
+        θ_r ← m + (θ_r - θ_r')                           it arrives, `delay` updates later; θ_r' is the sent value
 
     `ω_q` is the weight that rank q has contributed since the fragment left the last time. It is `DiLoCo(interval=every,
     outer_lr=1, outer_momentum=0, keep_progress=True)`, to the bit, with many fragments that are sent for a short time.
     A whole average that takes as long as x updates hides if `every ≥ fragments + x`.
 
-    Staleness: 0; replicas drift apart.
-    Traffic per update: one all-reduce of the parameters over `every`, a fragment at a time, beside the next updates.
+    Staleness: 0; replicas drift apart. Traffic per update: one all-reduce of the parameters over `every`, a fragment
+    at a time, during the next updates.
     Memory: masters, state and anchor whole on every rank; a fragment on its way takes its size twice.
     Equals synchronous when: `every` is 1 and the optimizer is SGD.
     Source: Douillard et al., "Streaming DiLoCo with overlapping communication" (2501.18512), for the fragments; Shen et
@@ -30,12 +30,12 @@ class Average(Strategy):
     """
 
     every: int = 4
-    """Updates from one average of a fragment to its next. Each doubling halves what is sent, and costs loss."""
+    """Updates from one average of a fragment to its next. Each doubling halves the sent bytes, and costs loss."""
     fragments: int | None = None
     """Parts of the parameters that leave one after the other. None is half of `every`, rounded down: then each is sent
     for one update, and an average that takes up to half of `every` hides."""
     delay: int | None = None
-    """Updates between a fragment's departure and its landing; 0 waits. None is the longest that the fragments allow,
+    """Updates between a fragment's departure and its arrival; 0 waits. None is the longest that the fragments allow,
     every // fragments - 1."""
     worker: WorkerKind = "rank"
     """Who steps a replica: every rank alone, or the ranks of a node together, which then train synchronously.
@@ -69,5 +69,5 @@ class Average(Strategy):
         object.__setattr__(self, "outer", outer)
 
     def update(self) -> Script:
-        """One step alone, and perhaps a landing and a departure."""
+        """One step alone, and perhaps an arrival and a departure."""
         return self.outer.update()

@@ -1,9 +1,8 @@
 """The contract of a strategy: the effects it may ask for, and the coroutine that asks.
 
-A strategy is a generator that yields effects; whoever runs it answers each. `Reduce`, `AllReduce` and `Local`
-answer with a `Gradient`, `Look` with a `Moment`, an `Average` with a probe with a `Divergence`, `Launch` with a
-boolean, the others with None.
-See `docs/adding-a-strategy.md`.
+A strategy is a generator that yields effects; its caller answers each. `Reduce`, `AllReduce` and `Local` answer with
+a `Gradient`, `Look` with a `Moment`, an `Average` with a probe with a `Divergence`, `Launch` with a boolean, the
+others with None. See `docs/adding-a-strategy.md`.
 """
 
 import dataclasses
@@ -51,14 +50,14 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Preview:
-    """Publish what one more step with the mean of `gradient` would give; no state changes."""
+    """Publish the parameters after one more step with the mean of `gradient`, without a change of state."""
 
     gradient: Gradient
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gather:
-    """Send every rank's published shard to all ranks; shown at the next landing."""
+    """Send every rank's published shard to all ranks; the model shows them when the round is complete."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,13 +74,14 @@ class Moment:
     gap: int
     """Rounds since the last average, this one included."""
     drains: bool
-    """Whether this rank's worker has no more data, and nothing in this round: an average is due then, whatever the
-    plan, because only averages let ranks agree on an end. After an `AllReduce`, whether all ranks pass what is
-    left. All else here is the same on all ranks."""
+    """Whether this rank's worker has no more data, and nothing in this round: then an average is due, because only
+    averages let ranks agree on an end. After an `AllReduce`, whether all ranks submit only remaining rounds. All else
+    here is the same on all ranks.
+    """
     interval: int | None = None
     """What the script has last asked for by `Postpone`."""
     aloft: int | None = None
-    """Rounds since the fragment left that has not landed yet; None where none is in progress."""
+    """Rounds since the fragment in flight was sent; None if none is in flight."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Divergence:
 
     @classmethod
     def none(cls) -> "Divergence":
-        """Return that of a lone replica: for whoever reads a script without performing it."""
+        """Return the divergence of a lone replica: for code that reads a script without performing it."""
         return cls(are_equal=True, distances=(0.0,), gradient_norms=(0.0,), signal=0.0, variance=0.0)
 
 
@@ -151,9 +151,10 @@ class OuterStep:
 class Launch:
     """Let the parameters, or a fragment of them, leave for the mean of all replicas, or an outer step towards it.
 
-    Only after `Local`, and one fragment at a time. Replicas are weighted by what their ranks have contributed since it
-    left last; the ranks of a node that is one worker hold the same replica, which so has the weight of all of them. A
-    fragment of an outer step is sent beside the next rounds, until its `Land`; a mean lands in the same update.
+    Only after `Local`, and one fragment at a time. Replicas are weighted by the contributions of their ranks since it
+    was last sent; the ranks of a node that is one worker hold the same replica, which so has the weight of all of
+    them. A fragment of an outer step is in flight during the next rounds, until its `Land`; a mean arrives in the
+    same update.
 
     Ranks agree here on their end. So a rank that drains asks for the next launch, due or not, and waits for the others.
     If all drain, nothing leaves, and all replicas are replaced by their mean. Answer: whether the fragment left.
@@ -176,7 +177,9 @@ class Land:
     """Wait for the fragment that has left, and mix what it brings into this rank's replica."""
 
     mix: float = 0.0
-    """What stays of the replica; the rest is the mean or the new anchor, with what is kept of the progress since."""
+    """Share of the replica that stays; the rest is the mean or the new anchor, with the kept share of the progress
+    since.
+    """
     delay: int = 0
     """Rounds for which the fragment has was sent on a rank that has data."""
 
@@ -222,7 +225,7 @@ class Strategy(ABC):
     name: ClassVar[str]
     """The one spelling: file name, command-line word, row in the tables."""
     overlaps: ClassVar[bool]
-    """Whether the exchange of one round runs beside the gradients of the next."""
+    """Whether the exchange of one round runs during the gradients of the next."""
     staleness: ClassVar[int]
     """Committed updates between the parameters a gradient is taken at and those it is applied to."""
 

@@ -1,4 +1,4 @@
-"""The delayed strategies: one update late as it is (DPU), or at a prediction (WP)."""
+"""The delayed strategies: gradients at parameters one update old (DPU), or at a prediction (WP)."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from stretto.strategies.synchronous import ZeRO1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DPU(ZeRO1):
-    """The update of ZeRO-1, performed beside the next update's gradients.
+    """The update of ZeRO-1, performed during the next update's gradients.
 
         θ_{t+1} = Opt(θ_t, g(θ_{t-1}))
 
@@ -26,7 +26,7 @@ class DPU(ZeRO1):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightPrediction(Strategy):
-    """Commit with the delayed gradient, and show what one more such step would give.
+    """Commit with the delayed gradient, and show the parameters after one more such step.
 
         θ_t     = Opt(θ_{t-1}, g_{t-1})            committed
         x_{t+1} = peek(θ_t, g_{t-1})               shown; g_{t+1} is taken here

@@ -17,7 +17,7 @@ from stretto.strategies.contract import (
 )
 
 MOST_FRAGMENTS = 1000
-"""Each has collectives and buckets of its own, which a job makes before it begins."""
+"""Each has its own collectives and buckets, which a job makes before it begins."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,14 +27,14 @@ class DiLoCo(Strategy):
     With the anchor a, which is the same on all ranks, its velocity u, and fragment p of every tensor:
 
         θ_r ← Opt_r(θ_r, g(θ_r; B_r) / w_r)                      every update, on every rank alone
-        d   = Σ_q ω_q (θ_q - a) / Σ_q ω_q                        p leaves: what the ranks have changed
+        d   = Σ_q ω_q (θ_q - a) / Σ_q ω_q                        p is sent: the ranks' changes
         u   ← μ u + d,   a ← a + η (d + μ u)                     the outer step; without `nesterov` a ← a + η u
-        θ_r ← α θ_r + (1 - α) a                                  p lands, `delay` updates after it left
-        θ_r ← α θ_r + (1 - α) (a + θ_r - θ_r')                   the same with `keep_progress`; θ_r' is what left
+        θ_r ← α θ_r + (1 - α) a                                  p arrives, `delay` updates later
+        θ_r ← α θ_r + (1 - α) (a + θ_r - θ_r')                   the same with `keep_progress`; θ_r' was sent
 
-    `ω_q` is the weight that rank q has contributed since p left the last time. The fragments leave in turn, evenly
-    spread over the interval. -d is the outer gradient of the papers. With `worker="node"` gradient and weight in the
-    first line are those of all ranks of r's node, so that they hold the same θ_r.
+    `ω_q` is the weight that rank q has contributed since p was last sent. The fragments are sent one after another,
+    evenly spread over the interval. -d is the outer gradient of the papers. With `worker="node"` gradient and weight
+    in the first line are sums over all ranks of r's node, so that they hold the same θ_r.
 
     With one fragment, `outer_lr` 1 and no momentum, delay or mix this is `LocalSGD(rate=1 / interval)`. Without
     `nesterov` and delay it is SlowMo (Wang et al., "SlowMo", 1910.00643) with α = `outer_lr` and β = `outer_momentum`,
@@ -42,9 +42,9 @@ class DiLoCo(Strategy):
     elastic averaging (Zhang et al., 1412.6651) in rounds, whose pull 1 - α is to the centre after it has moved.
 
     Staleness: 0; replicas drift apart. Changes made while a fragment is sent are discarded but for a share α (`mix`),
-    unless progress is kept.
-    Traffic per update: one all-reduce of the parameters over the interval, a fragment at a time, beside the next
-    updates if there is a delay. With `worker="node"` one all-reduce of the gradients inside the node besides.
+    unless progress is kept. Traffic per update: one all-reduce of the parameters over the interval, a fragment at a
+    time, during the next updates if there is a delay. With `worker="node"` also one all-reduce of the gradients
+    inside the node.
     Memory: masters, state and anchor whole on every rank; the velocity is divided among them. A fragment on its
     way takes its size once more, with `keep_progress` twice.
     Equals synchronous when: the interval is 1, `outer_lr` 1, without momentum, delay and mix, and the optimizer is SGD.
@@ -65,12 +65,12 @@ class DiLoCo(Strategy):
     nesterov: bool = True
     """Look ahead along the new velocity, as the papers do; off is the heavy ball of SlowMo."""
     delay: int = 0
-    """Updates between a fragment's departure and its landing, which hide its transfer; 0 waits. One fragment is in
+    """Updates between a fragment's departure and its arrival, which hide its transfer; 0 waits. One fragment is in
     progress at a time, so it is below interval / fragments. Long ones cost loss; take more fragments instead.
     """
     mix: float = 0.0
-    """What stays of a rank's own values at a landing, from 0 to below 1. Streaming DiLoCo takes 0.5 with a delay;
-    without one replicas are pulled towards the anchor, and stay apart."""
+    """Share of a rank's own values that stays when a fragment arrives, from 0 to below 1. Streaming DiLoCo takes 0.5
+    with a delay; without one replicas are pulled towards the anchor, and stay apart."""
     keep_progress: bool = False
     """Add to the anchor what a rank has changed since the fragment left; only with a delay. With `outer_lr=1,
     outer_momentum=0` this is an average that hides; a delay above about half of the interval costs much."""
@@ -100,7 +100,7 @@ class DiLoCo(Strategy):
             )
 
     def update(self) -> Script:
-        """One step alone, and perhaps a landing and a departure."""
+        """One step alone, and perhaps an arrival and a departure."""
         gradient = yield Local(self.worker)
         yield Step(gradient)
         moment = yield Look()
@@ -121,7 +121,8 @@ def check_travel(record: Strategy, interval: str) -> None:
     """Raise unless a strategy's `fragments` and `delay` go with its interval, which it calls `interval`.
 
     Raises:
-        ConfigError: A fragment would have no update to leave at, or not have landed when the next one leaves.
+        ConfigError: A fragment would have no update at which to be sent, or would not arrive before the next
+            departure.
     """
     kind = type(record).__name__
     every, fragments, delay = (getattr(record, name) for name in (interval, "fragments", "delay"))

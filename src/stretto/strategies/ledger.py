@@ -42,18 +42,18 @@ class _StandIn:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ledger:
-    """What one update of a strategy costs, read off its coroutine."""
+    """The costs of one update of a strategy, read off its coroutine."""
 
     rounds: int
     """Exchanges that need a gradient from the compute lane."""
     replicated: bool
     """Whether every rank holds the whole optimizer."""
     local: bool
-    """Whether every worker steps with gradients of its own, so that replicas differ between averages."""
+    """Whether every worker steps with its own gradients, so that replicas differ between averages."""
     by_node: bool
     """Whether a worker is a node: its ranks sum their gradients, and hold the same replica."""
     asks_ahead: bool
-    """Whether an update may begin with something else than gradients, performed beside them."""
+    """Whether an update may begin with another effect than gradients, performed during them."""
     steps: int
     previews: int
     gradient_transfers: int
@@ -94,7 +94,7 @@ class Ledger:
     def wire_bytes(self, gradient: float, value: float | None = None, *, moments: int = 2) -> float:
         """Return bytes per parameter and update that cross the wire, before the factor (N - 1) / N.
 
-        What the ranks of a worker tell each other is not among them: that is `inside_bytes`.
+        Bytes between the ranks of a worker are not among them: see `inside_bytes`.
 
         Args:
             gradient: Bytes of one element of a gradient on its way to its owner, and of a parameter that is gathered.

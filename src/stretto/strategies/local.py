@@ -70,8 +70,8 @@ class LocalSGD(Strategy):
         θ_r ← Opt_r(θ_r, g(θ_r; B_r) / w_r)
         θ_r ← Σ_q ω_q θ_q / Σ_q ω_q            where the coin of this round says so
 
-    `ω_q` is the weight that rank q has contributed since the last average. With `worker="node"` gradient and weight in
-    the first line are those of all ranks of r's node, so that they hold the same θ_r.
+    `ω_q` is the weight that rank q has contributed since the last average. With `worker="node"` gradient and weight
+    in the first line are sums over all ranks of r's node, so that they hold the same θ_r.
 
     Staleness: 0; replicas drift apart while the gap between two averages.
     Traffic per update: the rate times one all-reduce of the parameters, exposed; nothing else is sent. With

@@ -1,4 +1,4 @@
-"""PAFT: synchronous training whose replicas are averaged now and then, against noise that nobody can be named for."""
+"""PAFT: synchronous training whose replicas are averaged now and then, against noise that no guard can attribute."""
 
 import dataclasses
 import math
@@ -40,7 +40,7 @@ class PAFTSync(Strategy):
     state: bool = False
     """Average the optimizer's moments too; otherwise each rank keeps its own."""
     overlap: bool = False
-    """Let averages are sent beside the next gradients, which are taken at θ_r and applied to the mean."""
+    """Send averages during the next gradients, which are taken at θ_r and applied to the mean."""
 
     name = "paft-sync"
     overlaps = False
@@ -52,7 +52,7 @@ class PAFTSync(Strategy):
             raise ConfigError(f"PAFTSync(interval={self.interval}): expected at least 1 update")
 
     def update(self) -> Script:
-        """One synchronous step, and perhaps an average behind it, or ahead of it and beside its gradients."""
+        """One synchronous step, and perhaps an average after it, or ahead of it and during its gradients."""
         if self.overlap and (yield Look()).gap >= self.interval:
             yield Average(self.state)
         gradient = yield AllReduce()
@@ -102,7 +102,7 @@ class PAFTDyn(Strategy):
     state: bool = False
     """Average the optimizer's moments too; otherwise each rank keeps its own."""
     overlap: bool = False
-    """Let averages are sent beside the next gradients, as in the paper; see `PAFTSync.overlap`."""
+    """Send averages during the next gradients, as in the paper; see `PAFTSync.overlap`."""
 
     name = "paft-dyn"
     overlaps = False

@@ -31,8 +31,8 @@ class EstimateConfig:
     micro_batches: int = 4
     """Per rank and update; only the last one hides a synchronous exchange."""
     allow_loss: float = SMALL
-    """Nats of held-out loss that the first choice may cost, as far as it was measured: averages of replicas need 0.04
-    and more."""
+    """Nats of held-out loss that the first choice may cost, where measured: averages of replicas need 0.04 and
+    more."""
 
     def __post_init__(self) -> None:
         check_at_least(self, ranks=1, micro_batches=1, allow_loss=0)

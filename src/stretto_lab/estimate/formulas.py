@@ -1,4 +1,5 @@
-"""The formulas of an estimate, on plain numbers: what a job sends, for how long, what of it waits, what is held.
+"""The formulas of an estimate, on plain numbers: bytes and seconds of a job's exchange, the part that waits, and
+memory.
 
 The calculator of the site runs these functions too: `website/calculator.py` writes them again in JavaScript. So each is
 one expression of sums, products, quotients, `max`, `min`, `ceil` and `floor`.
@@ -35,9 +36,8 @@ def waiting_seconds(computing: float, busy: float, share: float, hidden: float, 
     Args:
         computing: Seconds of an update's computing.
         busy: Seconds for which the update keeps the link busy.
-        share: Of them, those of this part.
-        hidden: Share of the computing beside which it is sent.
-        last: Share of the part that leaves only when that computing has ended.
+        share: Of these seconds, for this part. hidden: Share of the computing during which it is sent. last: Share of
+            the part that is sent only after that computing.
     """
     return max(share * busy - hidden * (1 - last) * computing, share * busy * last)
 

@@ -36,7 +36,7 @@ ELEMENT_BYTES: Mapping[str, float] = MappingProxyType(
 )
 """By wire: bytes of one gradient with its share of the block's scale; a test holds them to `stretto.exchange.WIRES`."""
 _PLAIN, _KEEPING = ("fp32", "bf16"), ("int8", "int4", "int2")
-"""Wires that send values, and those of the others that keep what rounding loses."""
+"""Wires that send values, and other wires that keep their rounding errors."""
 _BACKWARD = 2 / 3
 """Of a micro-batch: a backward pass costs about twice its forward pass."""
 
@@ -83,16 +83,16 @@ class Part:
     share: float
     """Of the seconds for which an update keeps the link busy."""
     hidden: float
-    """Share of an update's computing beside which it is sent."""
+    """Share of an update's computing during which it is sent."""
     times: float = 1.0
     """Per update; a mean over updates."""
     in_buckets: bool = False
-    """Whether it leaves bucket by bucket beside that computing, the last bucket after it."""
+    """Whether it is sent bucket by bucket during that computing, the last bucket after it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bill:
-    """What an update of one strategy on one wire asks for, whatever the model, the link and the ranks."""
+    """The demands of an update of one strategy on one wire, for any model, link and ranks."""
 
     bytes_each: float
     """Sent per parameter, before the factor (N - 1) / N of N ranks."""
@@ -124,7 +124,7 @@ def bill_of(strategy: Strategy, wire: str, micro_batches: int) -> Bill:
 
 
 def time_of(work: Work, strategy: Strategy, wire: str) -> Time:
-    """Return what an update takes; errors are those of `bill_of`."""
+    """Return the time of an update; raises as `bill_of`."""
     bill = bill_of(strategy, wire, work.micro_batches)
     sent = sent_bytes(work.parameters, work.ranks, bill.bytes_each)
     busy = busy_seconds(sent, work.link.bits_per_second or math.inf)

@@ -25,7 +25,7 @@ _SITES: Mapping[str, Site] = MappingProxyType(
         "all_to_all": "contribution",
     }
 )
-"""What arrives by each collective; what arrives by any other is left alone."""
+"""The site of values that arrive by each collective; other collectives are not damaged."""
 
 
 def register_faulty(plan: FaultPlan, name: str = "faulty") -> None:
@@ -52,8 +52,8 @@ class FaultyGroup(WrappedGroup):
     Args:
         inner: Performs the collectives.
         injector: Of this rank.
-        store: Of this group; None for that of the inner one.
-        backend_name: The name under which torch knows it, if it does.
+        store: Of this group; None for the inner group's. backend_name: The name under which torch knows the group, if
+            it does.
     """
 
     may_wait_again = True

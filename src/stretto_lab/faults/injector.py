@@ -53,7 +53,7 @@ class Injector:
         self.applications: list[Application] = []
         """Every strike so far, in order."""
         self.committed: Callable[[Site], int] = lambda _: 0
-        """Returns the committed updates of the job that is struck, as the lane that uses the site counts them."""
+        """Returns the committed updates of the damaged job, as counted by the lane that uses the site."""
 
     def is_interested(self, site: Site) -> bool:
         """Return whether any fault strikes there."""
@@ -163,7 +163,7 @@ def _pages(values: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 
 def damaged(selected: Tensor, fault: Fault, stale: Tensor, generator: torch.Generator) -> Tensor:
-    """Return what becomes of the selected elements.
+    """Return the damaged values of the selected elements.
 
     Args:
         selected: Their values, `(count,)`.

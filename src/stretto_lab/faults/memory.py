@@ -26,7 +26,7 @@ ON_COMPUTE_LANE: tuple[Site, ...] = (
     "frozen parameters",
     "buffers",
 )
-"""Sites that the compute lane looks at: there an update counts once it has landed."""
+"""Sites on the compute lane: there an update counts once it is complete."""
 
 
 def strike_memory(parallel: DataParallel, injector: Injector) -> None:
@@ -40,7 +40,7 @@ def strike_memory(parallel: DataParallel, injector: Injector) -> None:
     | masters, optimizer state | before the lane begins a round |
     | step | after every optimizer step |
     | published values | after masters have been written into the outgoing buffer |
-    | values to be shown | when a round is over on the lane, and waits for its landing |
+    | values to be shown | when a round is over on the lane, and before the model shows it |
     | shown parameters, frozen parameters, buffers that are no statistics | after every micro-batch |
     | error memory, anchor | before the lane begins a round |
     """
@@ -87,7 +87,7 @@ def strike_memory(parallel: DataParallel, injector: Injector) -> None:
 
 
 class _Struck:
-    """A strategy whose reduced gradients are struck when it receives them; guards have seen them by then."""
+    """A strategy whose reduced gradients are damaged when it receives them; guards have seen them by then."""
 
     def __init__(self, strategy: Strategy, injector: Injector) -> None:
         self._strategy = strategy
@@ -117,7 +117,7 @@ def _state_tensors(sharded: ShardedOptimizer) -> Iterator[Tensor]:
 
 
 def _constant_buffers(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the buffers that forward passes do not write, as far as that can be told: all but statistics."""
+    """Yield the buffers that forward passes do not write, as far as known: all except statistics."""
     for module in model.modules():
         if not isinstance(module, _NormBase):
             yield from (buffer.detach() for buffer in module.buffers(recurse=False))

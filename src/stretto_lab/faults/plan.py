@@ -77,11 +77,12 @@ class Fault:
     """
 
     site: Site
-    """What is damaged. On the wire, as it arrives: contributions to a sum, gathered values, all-reduced and broadcast
+    """The damaged values. On the wire, on arrival: contributions to a sum, gathered values, all-reduced and broadcast
     values, records of the round report. In memory: the gradient between micro-batches, the owner's sum, the reduced
     gradient before the step, masters and optimizer state between updates, masters directly after an optimizer step
     ("step"), published values before they are sent, gathered values before they are shown, parameters, frozen
-    parameters and buffers in the model, rounding errors that the wire owes, the anchor to which changes are added."""
+    parameters and buffers in the model, the wire's residual (its rounding errors), the anchor to which changes are
+    added."""
     rank: int | Literal["all"]
     """The rank whose memory is damaged; or all of them, and each draws from its own seed: `seed` plus its rank."""
     instant: int = 0
@@ -100,7 +101,7 @@ class Fault:
     chunk_bytes: int = 4096
     """Length of a chunk; at most the tensor."""
     pattern: Pattern = "flip"
-    """What becomes of the values; `stretto_lab.faults.injector` says how. Noise is no fault: see `stretto.noise`."""
+    """The kind of damage; `stretto_lab.faults.injector` documents each. Noise is no fault: see `stretto.noise`."""
     bits: int = 1
     """Bits flipped in every element, for "flip"."""
     seed: int | None = None

@@ -33,7 +33,7 @@ class Choice:
     micro_batches: int | Clock
     """For `DataParallel`: per rank and update, or by the clock where ranks are not equally fast and gain by it."""
     ranking: Ranking | None
-    """The prices of all that could have been chosen, and what was measured; None where a rank is alone."""
+    """The prices of all candidates, and the measurements; None if a rank is alone."""
 
     @property
     def strategy(self) -> Strategy:
@@ -77,7 +77,7 @@ def choose(
             its minimum.
         batches: Micro-batches to time.
         bucket_bytes: That of the job's `Options`; None is what its device has by default.
-        allow_loss: Nats of held-out loss that the choice may cost, as far as it was measured.
+        allow_loss: Nats of held-out loss that the choice may cost, where measured.
 
     Raises:
         ConfigError: The loader ends too soon, or the model is sharded.

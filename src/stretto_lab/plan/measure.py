@@ -1,10 +1,9 @@
 """The numbers that decide how long an update takes, measured on the ranks of a job.
 
-Note [What is measured where]
-    Micro-batches and the optimizer are timed with all ranks at work, as in training. An exchange is timed twice: its
-    work on a rank that is alone, for every wire (packing, sums, norms, copies, the round report), and the link by
-    sending bytes that nobody looks at. A bucket tells what packing costs more, or less, for the ranks of the job. All
-    this takes seconds, and changes a model that nobody keeps.
+Note [What is measured where] Micro-batches and the optimizer are timed with all ranks at work, as in training. An
+    exchange is timed twice: its work on a rank that is alone, for every wire (packing, sums, norms, copies, the round
+    report), and the link by sending bytes that no code reads. One bucket shows how the cost of packing differs for
+    the ranks of the job. All this takes seconds, and changes a model that is then dropped.
 """
 
 import dataclasses
@@ -42,14 +41,14 @@ from stretto_lab.train.state import slowed
 from stretto_lab.train.workers import RankInfo, choose_device, joined_group
 
 WIRES = tuple(OF_WIRES)
-"""Wires that cost next to nothing in the loss."""
+"""Wires that cost almost nothing in the loss."""
 _WARM_UP = 2
 """First repeats of anything, which are skipped: memory is new."""
 _EXCHANGES = 4
 """Updates of a lone rank, by wire."""
 _ROUND_TRIPS = 10
 _LINK_SECONDS = 0.3
-"""How long a transfer has to take to tell the link's rate."""
+"""The shortest transfer, in seconds, that shows the link's rate."""
 _AT_ONCE = 8
 """Collectives that are in progress together, as the buckets of a job are. One alone uses Gloo's links in one direction
 at a time, and takes up to twice as long."""
@@ -87,7 +86,7 @@ class Machine:
     ranks_per_node: int = 1
     """Consecutive ranks that share the link of their node."""
     inside: Link = dataclasses.field(default_factory=Link)
-    """Of every rank to those of its node, in each direction, with all ranks sending."""
+    """Of every rank to the ranks of its node, in each direction, with all ranks sending."""
     bucket_bytes: int = usual_bucket_bytes(torch.device("cpu"))
     """What jobs have on its devices unless they say otherwise."""
     slowness: tuple[float, ...] = ()
@@ -95,8 +94,9 @@ class Machine:
     packing_seconds: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     """Of the above, by the number of ranks and by wire: packing and unpacking; for the numbers that were asked for."""
     shards: int = 1
-    """Ranks that hold one model together. All else here is then by node: how many there are, and what each rank of one
-    takes, has and sends to those that hold the same shard."""
+    """Ranks that hold one model together. Then all other fields are by node: their number, and the times, sizes and
+    bytes of one of its ranks, which exchanges with the ranks of the same shard.
+    """
 
     @property
     def micro_batch_seconds(self) -> float:
@@ -128,7 +128,7 @@ class Machine:
 
 
 class Ranks:
-    """All ranks of the default process group, on a group that nobody else uses: an error on one reaches the others.
+    """All ranks of the default process group, on a group that no other code uses: an error on one reaches the others.
 
     Args:
         device: Where what they send each other is.
@@ -149,7 +149,7 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Tell the other ranks of an error in the block; at its end nobody may use the group any more."""
+        """Report an error in the block to the other ranks; after it no code may use the group."""
         with self._lifetime.running():
             yield
         self._lifetime.finish()
@@ -173,7 +173,7 @@ class Ranks:
         """Send of each tensor an equal part to each rank of `to`, all at once; these do the same.
 
         Args:
-            outgoing: What is sent; nobody looks at what arrives.
+            outgoing: The bytes to send; received bytes are not read.
             to: This rank and others.
             times: How often.
 
@@ -196,8 +196,7 @@ def measure(info: RankInfo, job: Job[TaskT], batches: int, numbers: Sequence[int
     """Measure on all ranks, and return what they took; every rank calls this with equal settings.
 
     Args:
-        info: Which rank this is.
-        job: What is trained, and over which link.
+        info: Which rank this is. job: The recipe and the link.
         batches: Micro-batches to time.
         numbers: Of ranks that plans are made for.
 
@@ -245,8 +244,8 @@ def measure_task(
         task: Of this rank; its loader, model, loss and optimizer are used.
         batches: Micro-batches to time.
         ranks_per_node: Ranks of this rank's node. Nodes count where there are several, all with equally many ranks.
-        stages: Are told what is measured.
-        shards: Ranks that hold the model together, as `train.shards.placed` has cut it; they are the node then.
+        stages: Show the present measurement. shards: Ranks that hold the model together, as `train.shards.placed` has
+            cut it; they are the node then.
         numbers: Of ranks that plans are made for; packing is measured for these, too.
 
     Raises:
@@ -302,7 +301,7 @@ def measure_task(
 
 
 def _agreed_ranks_per_node(ranks: Ranks, own: int) -> int:
-    """Return how many ranks each node has; 1 where there are no nodes to tell apart."""
+    """Return how many ranks each node has; 1 if there are no separate nodes."""
     world_size = ranks.group.size()
     is_even = bool((ranks.gather([own]) == own).all()) and world_size % own == 0
     return own if is_even and own < world_size else 1
@@ -368,7 +367,7 @@ def by_speed(least: Tensor, work: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def measure_links(ranks: Ranks, ranks_per_node: int) -> tuple[Link, Link]:
-    """Return the link of every rank inside its node, and that of every node to the others; all ranks must call."""
+    """Return the link of every rank inside its node, and the link of every node to the others; all ranks must call."""
     world_size, rank, each = ranks.group.size(), ranks.group.rank(), ranks_per_node
     if each == 1:
         return Link(), measure_link(ranks, range(world_size))
@@ -382,9 +381,8 @@ def measure_links(ranks: Ranks, ranks_per_node: int) -> tuple[Link, Link]:
 def measure_link(ranks: Ranks, to: Sequence[int]) -> Link:
     """Return the link that every rank has to some others while all send; all ranks must call.
 
-    The latency is that of the smallest message, there. The rate is that of transfers which take long enough, together.
-    Where a transfer takes less than twice the latency, it cannot be told from it: the rate is then too low rather than
-    anything.
+    The latency is the one-way time of the smallest message. The rate comes from all transfers that take long enough.
+    Where a transfer takes less than twice the latency, the rate is uncertain: it is then more likely too low.
 
     Args:
         ranks: All of them.
@@ -506,6 +504,6 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _await(device: torch.device) -> None:
-    """Wait until a device has done what was called for."""
+    """Wait until a device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

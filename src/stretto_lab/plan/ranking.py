@@ -1,4 +1,4 @@
-"""Which strategy and wire to use: the fastest of those whose price in loss is known to be small."""
+"""Which strategy and wire to use: the fastest whose price in loss is known to be small."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,9 @@ from stretto_lab.virtual import parse_network
 RARE = {"local:rate=0.1": ("fp32", "int4"), **dict.fromkeys(AVERAGES, ("int4",))}
 """Strategies that send now and then, and the wires on which they are priced."""
 UNEQUAL = 1.5
-"""How many times as slow as the fastest rank the slowest has to be, for a clock to be looked at that nobody asked for:
-time on a shared machine is uncertain by about as much."""
+"""How many times as slow as the fastest rank the slowest must be before the ranking tries a clock unasked: times on a
+shared machine vary by about as much.
+"""
 MOST_GROWTH = 4
 """Times the micro-batches of an update that such a clock lets a rank make in a round at most."""
 _BASE = "zero1"
@@ -37,15 +38,14 @@ class PlanConfig(Job[TaskT]):
     """
 
     ranks: tuple[int, ...] = ()
-    """Ranks to plan for, as 8,64,512, instead of those that measure."""
+    """Ranks to plan for, as 8,64,512, instead of the measuring ranks."""
     network: str | None = None
     """free, datacenter, ethernet, office, internet, or a link such as 100mbit,2ms: of every rank, or where nodes have
     several ranks or shards of every node; None is the link that was measured."""
     batches: int = 8
     """Micro-batches to time."""
     allow_loss: float = SMALL
-    """Nats of held-out loss that the choice may cost, as far as it was measured: averages of replicas need 0.04 and
-    more."""
+    """Nats of held-out loss that the choice may cost, where measured: averages of replicas need 0.04 and more."""
 
     def __post_init__(self) -> None:
         Job.__post_init__(self)
@@ -66,7 +66,7 @@ class PlanConfig(Job[TaskT]):
         """Return the machines to plan for: as measured, but with the ranks, nodes and network that were asked for.
 
         Raises:
-            ConfigError: Ranks do not fill their nodes, or nobody knows the link between these.
+            ConfigError: Ranks do not fill their nodes, or the link between these is unknown.
         """
         return [
             self._machine(measured, ranks).with_ranks(ranks // self.shard, self._slow(ranks))
@@ -124,7 +124,7 @@ class Ranking:
 
     @property
     def choice(self) -> Price:
-        """The fastest arm that costs no more in loss than is allowed; of those that are alike, the most exact."""
+        """The fastest arm that costs no more in loss than is allowed; among equally fast arms, the most exact."""
         exact = [one for one in self.prices if self.evidence_of(one.arm).price <= self.allow_loss]
         limit = exact[0].seconds_per_micro_batch * ALIKE
         return min(
@@ -134,7 +134,7 @@ class Ranking:
 
     @property
     def base(self) -> Price:
-        """What is exact and what nobody has to choose: the default."""
+        """The default, which is exact."""
         return min(self.prices, key=self._preference)
 
     def growth(self, one: Price) -> float:
@@ -183,16 +183,16 @@ def rank_by_time(
     """Return the ranking of strategies and wires on a machine, by the time to a number of samples.
 
     Args:
-        machine: What was measured, perhaps with other ranks or another link.
+        machine: The measurements, perhaps with other ranks or another link.
         micro_batches: Per rank and update.
-        bucket_bytes: Of the job; None is what its device and number of ranks have by default.
+        bucket_bytes: Of the job; None takes the default of its device and number of ranks.
         allow_loss: Nats of held-out loss that the choice may cost.
-        prices_all: Price those that cost more or nobody knows how much, too.
-        ranks_per_node: That of the job's options; None looks at one level too where the machine has nodes.
+        prices_all: Also price arms that cost more or an unknown loss. ranks_per_node: As in the job's options; None
+            looks at one level too where the machine has nodes.
         wire: The only one to look at; None looks at all.
-        clock: By which strategies that overlap accumulate; None lets all have fixed counts. "auto" looks at fixed
-            counts and, where ranks are not equally fast, at a clock too.
-        stages: Are told how many arms are priced; None tells nobody.
+        clock: The clock for strategies that overlap; None lets all have fixed counts. "auto" looks at fixed counts
+            and, where ranks are not equally fast, at a clock too.
+        stages: Show how many arms are priced; None shows nothing.
     """
     stages = stages or Stages(is_shown=False)
     frequent = [arm for arm, evidence in EVIDENCE.items() if evidence.nats is not None]

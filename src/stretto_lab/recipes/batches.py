@@ -1,9 +1,11 @@
-"""Micro-batches in one seeded global order, dealt to the ranks in turn; a saved state continues at any of them.
+"""Micro-batches in one seeded global order, dealt to the ranks one after another; a saved state continues at any of
+them.
 
-Seed and epoch give a permutation of the samples. The micro-batches of an epoch are consecutive runs of `size` samples;
-an incomplete last run is skipped. Epochs follow each other without end. Of `W` ranks, rank `r` takes the
+Seed and epoch give a permutation of the samples. The micro-batches of an epoch are consecutive runs of `size`
+samples; an incomplete last run is skipped. Epochs follow each other without end. Of `W` ranks, rank `r` takes the
 micro-batches `r, r + W, r + 2W, ...` of this order. So an update of `m` micro-batches, all ranks together, sees the
-same samples at every world size that divides `m`. Where it does not, ranks take them in turn in every update again.
+same samples at every world size that divides `m`. If it does not, ranks share the micro-batches of every update one
+after another.
 """
 
 import itertools
@@ -35,32 +37,32 @@ class Samples(Protocol[BatchOut]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deal:
-    """Which places of the global order are left, and to which of so many ranks each goes."""
+    """The remaining places of the global order, and the rank of each."""
 
     world_size: int
     """Number of ranks."""
     update: int
-    """Micro-batches of all ranks together after which it is rank 0's turn again."""
+    """Micro-batches of all ranks together after which rank 0 follows again."""
     frontier: int = 0
     """From this place on nothing has been taken yet."""
     skipped: tuple[int, ...] = ()
-    """Before it, what has not been taken: some ranks of another deal had come further than others."""
+    """Before it, micro-batches that were not taken: in an earlier deal some ranks were further than others."""
 
     def place(self, index: int) -> int:
-        """Return the place of what is left, counted in order."""
+        """Return the place of a remaining micro-batch, counted in order."""
         return self.skipped[index] if index < len(self.skipped) else self.frontier + index - len(self.skipped)
 
     def leaves(self, place: int) -> bool:
-        """Return whether nobody had taken what is at this place."""
+        """Return whether no rank has taken the micro-batch at this place."""
         return place >= self.frontier or place in self.skipped
 
     def index(self, rank: int, taken: int) -> int:
-        """Return which of what is left a rank takes after so many of its own."""
+        """Return the index of the remaining micro-batch that a rank takes after so many."""
         updates, turn = divmod(taken, len(range(rank, self.update, self.world_size)))
         return updates * self.update + rank + turn * self.world_size
 
     def again(self, consumed: Sequence[int], world_size: int, update: int) -> "Deal":
-        """Return how to deal what is left after every rank has taken so many."""
+        """Return the deal of the remaining micro-batches after every rank has taken so many."""
         following = [self.index(rank, taken) for rank, taken in enumerate(consumed)]
         begin = min(following)  # all before it was taken by whoever had it
         taken = {
@@ -91,8 +93,8 @@ class MicroBatches(Generic[Batch]):
         micro_batches: Length of the global order, all ranks together; None never ends. Where the world size
             does not divide it, the first ranks get one more.
         workers: Processes that call `samples.batch` ahead of the loop; 0 calls it in the loop. The order and the
-            saved states are the same. An iterator with workers goes its own way: begin another, or load a state, only
-            where it is left.
+            saved states are the same. An iterator with workers runs ahead: begin another iterator, or load a state,
+            only after its end.
 
     Raises:
         ConfigError: There are fewer samples than one micro-batch needs, or a number is out of its range.

@@ -110,7 +110,7 @@ class Packed:
             before, parcel = self._parcels.state_dict(), self._parcels.position
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state before the parcel that is being cut, and how much of those that are begun was given out."""
+        """Return the state before the parcel that is being cut, and the number of blocks given out since then."""
         return {**self._before, "length": self.length, "begun": [list(one) for one in self._begun.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

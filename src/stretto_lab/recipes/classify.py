@@ -27,7 +27,7 @@ def class_loss(model: nn.Module, images: Images) -> Loss:
 
 
 def class_accuracy(model: nn.Module, batches: Iterable[Images]) -> float:
-    """Return the share of the images whose largest logit is that of their class."""
+    """Return the share of the images whose largest logit belongs to their class."""
     right = images = 0
     with evaluating(model):
         for batch in batches:

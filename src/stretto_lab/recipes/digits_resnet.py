@@ -54,7 +54,7 @@ class DigitsResNet:
         check_at_least(self, width=1, blocks=1, batch=2, lr=0)
 
     def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
-        """Build the task of one rank; arguments and errors are those of `TaskConfig.build`."""
+        """Build the task of one rank; see `TaskConfig.build` for arguments and errors."""
         train, heldout = load_digits()
         model = ResNet(width=self.width, blocks=self.blocks, classes=CLASSES, seed=seed)
         lr = {"sgd": 0.05, "adamw": 0.003}[self.optimizer] if self.lr is None else self.lr
@@ -124,7 +124,7 @@ class ResNet(nn.Sequential):
         width: Channels of the first stage.
         blocks: Blocks per stage.
         classes: Number of logits.
-        seed: Decides the initial parameters; the random state of the caller is left unchanged.
+        seed: Decides the initial parameters; the caller's random state is not changed.
     """
 
     def __init__(self, *, width: int, blocks: int, classes: int, seed: int) -> None:

@@ -72,7 +72,7 @@ def causal_lm(
         vocabulary: Number of tokens.
         context: Longest input.
         dtype: Of the parameters.
-        seed: Decides the initial parameters; the random state of the caller is left unchanged.
+        seed: Decides the initial parameters; the caller's random state is not changed.
 
     Raises:
         ConfigError: The heads do not divide the width.
@@ -100,7 +100,7 @@ def causal_lm(
 
 
 def from_config(config: Any, dtype: torch.dtype, seed: int) -> nn.Module:
-    """Return a causal language model with new parameters; the arguments are those of `causal_lm`.
+    """Return a causal language model with new parameters; see `causal_lm` for the arguments.
 
     Args:
         config: A configuration of `transformers`.

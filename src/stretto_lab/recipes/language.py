@@ -28,7 +28,7 @@ TRAINED_ON = 100_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Documents:
-    """What one document is."""
+    """The unit that counts as one document."""
 
     unit: Unit = "file"
     """In text files: a file, a paragraph (up to an empty line) or a line; in other formats it is a row."""
@@ -97,16 +97,16 @@ class Language:
     """Processes per rank that read and tokenise ahead; 0 does it in the loop."""
 
     documents: Documents = field(default_factory=Documents)
-    """What one document is."""
+    """The unit that counts as one document."""
 
     heldout: Heldout = field(default_factory=Heldout)
-    """What is evaluated on."""
+    """The held-out data."""
 
     own_tokens: OwnTokens = field(default_factory=OwnTokens)
     """The tokenizer that is made where there is none."""
 
     adamw: AdamW = field(default_factory=AdamW)
-    """Options of adamw, also where it stands beside muon."""
+    """Options of adamw, also together with muon."""
 
     schedule: Schedule = field(default_factory=Schedule)
     """The learning rate over the updates."""
@@ -138,7 +138,7 @@ class Language:
         return dataclasses.replace(self, own_tokens=own)
 
     def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
-        """Build the task of one rank; arguments and errors are those of `TaskConfig.build`."""
+        """Build the task of one rank; see `TaskConfig.build` for arguments and errors."""
         train, heldout = self._sides()
         tokens = self._tokens(train, rank)
         model = language_model(

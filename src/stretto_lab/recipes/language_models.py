@@ -81,7 +81,7 @@ def language_model(name: str, *, vocabulary: int, length: int, dtype: torch.dtyp
         vocabulary: Tokens of the tokenizer.
         length: Longest input.
         dtype: Of the parameters.
-        seed: Decides new parameters; the random state of the caller is left unchanged.
+        seed: Decides new parameters; the caller's random state is not changed.
 
     Raises:
         ConfigError: It cannot be read, or is too small for the tokenizer or the input.
@@ -132,7 +132,7 @@ def _read(name: str, dtype: torch.dtype, seed: int) -> nn.Module:
 
 
 def with_lora(model: nn.Module, rank: int, alpha: float, seed: int) -> nn.Module:
-    """Return `model` with low-rank adapters beside every linear layer; they alone are trained.
+    """Return `model` with low-rank adapters for every linear layer; they alone are trained.
 
     Source: Hu et al., 2021, arXiv:2106.09685. An adapter adds `alpha / rank * B A x` to the layer's output.
 

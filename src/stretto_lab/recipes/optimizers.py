@@ -85,7 +85,7 @@ def muon(model: nn.Module, lr: float, others: AdamW) -> Optimizer:
     usual with AdamW (Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982).
 
     Args:
-        model: Tells its output layer by `get_output_embeddings`, if it has such a method.
+        model: Its method `get_output_embeddings`, if any, returns its output layer.
         lr: Learning rate of both.
         others: Settings of AdamW.
 
@@ -119,8 +119,8 @@ def language_optimizer(
         name: Which one.
         model: Whose trainable parameters are stepped.
         lr: Learning rate; None takes the usual one.
-        adamw: Settings of AdamW, also beside Muon.
-        usual_lr: Of AdamW, and of Muon beside it; Adafactor takes 0.01 (Shazeer & Stern, arXiv 1804.04235).
+        adamw: Settings of AdamW, also together with Muon. usual_lr: Of AdamW, and of Muon; Adafactor takes 0.01
+            (Shazeer & Stern, arXiv 1804.04235).
     """
     if name == "adafactor":
         return torch.optim.Adafactor(_trainable(model), lr=0.01 if lr is None else lr)

@@ -2,12 +2,12 @@
 
     def sine(rank: int, world_size: int, seed: int, updates: int | None, *, hidden: int = 32) -> Task:
 
-The arguments before the star are those of `TaskConfig.build`. Those behind it are the recipe's options: each needs a
-type and a default. A frozen dataclass with `build`, as the library's own recipes are, can stand instead of a
+The arguments before the star come from `TaskConfig.build`. The arguments after it are the recipe's options: each
+needs a type and a default. A frozen dataclass with `build`, as the library's own recipes are, can replace the
 function.
 
-A file is imported as Python imports a script's neighbours: its folder continues the import path, and its name is that
-of the module. Workers have the same import path, so what they are sent can refer to the module by its name.
+A file is imported as Python imports a script's neighbours: its folder is added to the import path, and its name
+becomes the module's name. Workers have the same import path, so pickled objects can refer to the module by its name.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Rows of local files: text, JSON lines, Parquet, or a data set saved by `datasets`. Nothing is downloaded.
 
-`datasets` turns other formats into Arrow files in its own cache (`HF_DATASETS_CACHE` says where), once for every
+`datasets` converts other formats to Arrow files in its own cache (`HF_DATASETS_CACHE` says where), once for every
 version of a file, and maps these into memory. So any row can be read at once, and several ranks share the memory.
 """
 
@@ -32,7 +32,7 @@ Unit = Literal["file", "paragraph", "line"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heldout:
-    """What is evaluated on, and never trained on."""
+    """The data for evaluation, which no step trains on."""
 
     data: str | None = None
     """Separate held-out files, in one of the formats; None takes files next to the training data, or a share of it."""
@@ -51,7 +51,7 @@ class Heldout:
 
 
 class Sides(NamedTuple):
-    """What is trained on, and what is held out; both are `datasets.Dataset`, or what else gives rows by index."""
+    """Training data and held-out data; both are a `datasets.Dataset`, or another object that gives rows by index."""
 
     train: Any
     heldout: Any
@@ -113,7 +113,7 @@ def _read(datasets: Any, place: str) -> Iterator[None]:
     """Let `datasets` be silent, and say in one line what it could not read.
 
     Raises:
-        ConfigError: Any error left the block: files of other people make readers raise whatever they like.
+        ConfigError: Any error of the block: readers of foreign files may raise any error.
     """
     verbosity, had_bars = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
@@ -137,7 +137,7 @@ def check_column(rows: Any, place: str, column: str) -> None:
     """Raise unless the rows have `column`.
 
     Raises:
-        ConfigError: Names the columns that there are.
+        ConfigError: Names the existing columns.
     """
     if column not in rows.column_names:
         raise errors.ConfigError(f"{place} has no column {column!r}, only {', '.join(rows.column_names)}")
@@ -170,8 +170,7 @@ def read_sides(place: str | None, heldout: Heldout, unit: Unit) -> Sides:
 
     Args:
         place: Where the rows are, as `read_rows` takes it.
-        heldout: What is held out.
-        unit: What a row is where the files are text.
+        heldout: The held-out data. unit: The unit of a row if the files are text.
 
     Raises:
         ConfigError: They cannot be read, or are too few.

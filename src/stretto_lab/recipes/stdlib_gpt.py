@@ -62,7 +62,7 @@ class StdlibGPT:
         shape_of(self.size)
 
     def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
-        """Build the task of one rank; arguments and errors are those of `TaskConfig.build`."""
+        """Build the task of one rank; see `TaskConfig.build` for arguments and errors."""
         corpus, tokens = read_corpus(self.data), Bytes()
         model = causal_lm(
             "gpt2",

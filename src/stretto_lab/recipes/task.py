@@ -65,7 +65,7 @@ class OverFiles(Protocol):
         ...
 
     def kept_in(self, folder: str) -> TaskConfig:
-        """Return the options with which a run keeps in its `folder` what has to be the same after a resume."""
+        """Return the options with which a run keeps in its `folder` the files that must be the same after a resume."""
         ...
 
 
@@ -130,7 +130,7 @@ class Task:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Turn evaluation mode on and gradients off; afterwards every module has the mode that it had before."""
+    """Set evaluation mode and disable gradients; afterwards every module has the mode that it had before."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

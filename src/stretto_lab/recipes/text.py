@@ -11,7 +11,7 @@ from stretto import errors
 from stretto_lab.recipes.task import evaluating, extra
 
 END = 0
-"""The token after every document, of our own tokens. For bytes it is NUL, which text does not contain."""
+"""The token after every document, from this vocabulary. For bytes it is NUL, which text does not contain."""
 
 IGNORED = -100
 """Target that no loss is taken of."""
@@ -114,7 +114,7 @@ class BytePairs:
 
 
 class FolderTokens:
-    """The tokenizer in a folder of `transformers`, which is that of a model or one that `BytePairs` has written.
+    """The tokenizer in a folder of `transformers`, from a model or written by `BytePairs`.
 
     Args:
         folder: With `tokenizer.json` or what else `AutoTokenizer` knows. Code in it is not run.
@@ -170,7 +170,7 @@ class Window(NamedTuple):
     """The token after each; `IGNORED` after the end of a document, where an unrelated one begins."""
 
     predicted: int
-    """Number of targets that are not ignored, counted here so that nobody has to wait for the device."""
+    """Number of targets that are not ignored, counted here so that no caller waits for the device."""
 
 
 class Windows:

@@ -185,7 +185,7 @@ State = dict[str, Tensor]
 
 @dataclasses.dataclass(slots=True)
 class Course:
-    """What one rank saw of a job."""
+    """One rank's record of a job."""
 
     shown: list[State] = dataclasses.field(default_factory=list)
     """States after every micro-batch; then those committed at every update that came before `finish`."""
@@ -283,7 +283,7 @@ def _state_of(model: nn.Module) -> State:
 def goes_on(
     job: Job, ranks: int, *, saved_at: Sequence[int] | None = None, run: RunRanks = on_virtual_ranks
 ) -> list[str]:
-    """Return how a job that is saved, and those that continue from there, differ from one that never stopped.
+    """Return how a saved job, and jobs that resume from its states, differ from a job that never stopped.
 
     It is saved at the start and after every update, and continues from all of these or those in `saved_at`.
     """

@@ -1,13 +1,12 @@
-"""The virtual clock: the tasks of all ranks take turns, in virtual time and in an order that a seed decides.
+"""The virtual clock: the tasks of all ranks alternate, in virtual time and in an order that a seed decides.
 
 Note [Baton]
     Every task is a thread, and exactly one of them runs: it holds the baton until it waits for something or
     lets virtual time pass. Then the baton goes to the task that is ready first; among those ready at the same
     instant the seed chooses. Real time decides nothing, so a run is a function of its program and its seed.
 
-Note [One processor]
-    The threads share a processor, that of the thread that calls `run`. Where each has its own, most of a run is spent
-    on waking them: 33 µs per turn were measured with two processors, and 7 µs with one.
+Note [One processor] The threads share the processor of the thread that calls `run`. If each has its own, most of a
+run is spent on waking them: a switch took 33 µs with two processors, and 7 µs with one.
 
 Note [Failure]
     Once something has failed, nothing waits any longer: every task that gets the baton raises the failure, so
@@ -30,16 +29,16 @@ from stretto.random_states import RandomStatesByRank
 
 
 class Stopped(BaseException):
-    """Ends a lane that nobody needs any more; not an error, and nothing to catch."""
+    """Ends a lane that is no longer needed; not an error, and not to be caught."""
 
 
 class Task:
-    """One thread that takes turns with all others.
+    """One thread that alternates with all others.
 
     Args:
         rank: Whose it is.
-        work: What the thread does once it has its first turn.
-        is_lane: Whether this is a communication lane; otherwise it is a rank's program.
+        work: What the thread does once it runs first. is_lane: Whether this is a communication lane; otherwise it is
+            a rank's program.
     """
 
     def __init__(self, rank: int, work: Callable[[], None], *, is_lane: bool) -> None:
@@ -47,11 +46,12 @@ class Task:
         self.is_lane = is_lane
         self.has_ended = False
         self.waits_for: object = None
-        """What it waits for, where nobody knows until when; its text is for messages. None where it is ready or
-        sleeps until an instant."""
+        """The event that it waits for, at an unknown time; its text is for messages. None if it is ready or sleeps
+        until an instant.
+        """
         self.waits_since_ns = 0
         self.turn = threading.Lock()
-        """Held while the task has no turn: releasing it gives the task one, in real time."""
+        """Held while the task may not run: releasing it lets the task run, in real time."""
         self.turn.acquire()
         self.thread = threading.Thread(
             target=self._run,
@@ -76,7 +76,7 @@ class Task:
 
 
 class Schedule:
-    """The virtual time, and whose turn it is.
+    """The virtual time, and the running task.
 
     Args:
         seed: Decides among tasks that are ready at the same instant.
@@ -94,7 +94,7 @@ class Schedule:
         """A heap by instant, then by draw; the third number keeps equal draws from comparing tasks."""
         self._num_woken = 0
         self._held: dict[int, int] = {}
-        """Until when the tasks of a rank have no turn, by rank."""
+        """Until when the tasks of a rank may not run, by rank."""
         self._tasks_left = self._programs_left = 0
         self._threads = torch.get_num_threads()
         self._processor: int | None = None
@@ -150,7 +150,7 @@ class Schedule:
         self._pass_on()
 
     def hold(self, rank: int, until_ns: int) -> None:
-        """Let no task of a rank have a turn before `until_ns`; called by one of them, which continues then."""
+        """Let no task of a rank run before `until_ns`; called by one of them, which continues then."""
         self._held[rank] = until_ns
         self.sleep_until(until_ns)
 
@@ -171,7 +171,7 @@ class Schedule:
         heapq.heappush(self._ready, (at_ns, self._draws.random(), self._num_woken, task))
 
     def fail(self, failure: Callable[[], BaseException]) -> None:
-        """Let every task raise what `failure` makes, when its turn comes; the first failure counts."""
+        """Let every task raise the error that `failure` makes, when it runs next; the first failure counts."""
         if self.failure is None:
             self.failure = failure
         self._wake_parked()
@@ -179,7 +179,7 @@ class Schedule:
     # How the baton goes from task to task
 
     def _perform(self, task: Task, work: Callable[[], None]) -> None:
-        """A task from its first turn to its last."""
+        """Run a task from its start to its end."""
         torch.set_num_threads(self._threads)  # OpenMP counts by calling thread
         if self._processor is not None:
             with suppress(OSError):  # it only saves time, and a sandbox may forbid it

@@ -35,7 +35,7 @@ class Results(Generic[T]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VirtualCluster:
-    """Runs one program on `world_size` ranks, each a thread that takes turns with the others.
+    """Runs one program on `world_size` ranks, each a thread that alternates with the others.
 
         def program(rank: int, group: ProcessGroup) -> float:
             model, optimizer, loader = ...
@@ -46,8 +46,7 @@ class VirtualCluster:
 
     The code is the one that runs on real processes. Collectives take virtual time by the model of the network, work
     takes it by the model of computing, and everything else takes none. Equal clusters run equal programs alike to the
-    bit, also in another process. With another seed, ranks that are ready at the same instant take turns in another
-    order.
+    bit, also in another process. With another seed, ranks that are ready at the same instant run in another order.
     """
 
     world_size: int

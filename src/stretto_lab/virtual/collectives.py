@@ -179,11 +179,11 @@ class CollectiveMatcher:
 
     @property
     def left_by(self) -> int | None:
-        """Who has given the group up first, as the run numbers ranks; None where nobody has."""
+        """The first rank that ended the group, as the run numbers ranks; None if none has."""
         return self._left_by
 
     def lose(self, rank: int) -> None:
-        """Let nobody wait any longer for a rank, as the run numbers it, in this group and all made of it."""
+        """End every wait for a rank, as the run numbers it, in this group and all groups made from it."""
         if rank in self.ranks:
             self.leave(self.ranks.index(rank))
         for siblings in self._siblings.values():

@@ -20,7 +20,7 @@ class VirtualGroup(CollectiveGroup):
     """One rank's view of a group of a virtual cluster.
 
     Args:
-        matcher: Brings its calls together with those of the other ranks.
+        matcher: Matches its calls with the calls of the other ranks.
         time: The rank's virtual time.
     """
 
@@ -47,14 +47,14 @@ class VirtualGroup(CollectiveGroup):
         self._time.charge(work, elements)
 
     def charge_ns(self, duration_ns: int) -> None:
-        """Let this rank be busy for `duration_ns`, with whatever its program does outside `DataParallel`."""
+        """Let this rank be busy for `duration_ns`, with work of its program outside `DataParallel`."""
         self._time.charge_ns("program", duration_ns)
 
     def wait_until(self, at_ns: int) -> None:
         """Let this rank be idle until `at_ns`, if that is ahead.
 
         Raises:
-            OutOfTurn: The caller is a thread that takes no turns: none of the rank's own.
+            OutOfTurn: The caller is not one of the rank's own threads.
         """
         if not self._time.schedule.current.is_here:
             raise OutOfTurn(
@@ -67,7 +67,7 @@ class VirtualGroup(CollectiveGroup):
         """Return what the communication lane of a job on this group runs on, as `DataParallel` asks.
 
         Args:
-            overlaps: Whether the lane runs beside the program.
+            overlaps: Whether the lane runs at the same time as the program.
         """
         return VirtualRuntime(self._time, overlaps=overlaps)
 
@@ -173,8 +173,8 @@ class VirtualWork(dist.Work):
     def get_future(self) -> Future[Any]:
         """Wait, and return a completed future of the output tensors.
 
-        Torch waits for futures in C++, out of reach of virtual time. So whoever asks for one waits here: stock DDP
-        computes the right values on a virtual cluster, and hides nothing.
+        Torch waits for futures in C++, out of reach of virtual time. So a caller that asks for a future waits here:
+        stock DDP computes the right values on a virtual cluster, and hides nothing.
         """
         self.wait()
         future: Future[Any] = Future()

@@ -34,7 +34,7 @@ def reduction_name(call: Call) -> str:
     """Return the name of the reduction that a call asks for.
 
     Raises:
-        ConfigError: It is none of those that a virtual cluster performs.
+        ConfigError: A virtual cluster does not perform it.
     """
     chosen = call.reduction
     for name, known, _ in _REDUCTIONS:

@@ -6,10 +6,10 @@ all ranks when its last byte has arrived:
 
     over = max over links of  max(begun, link free) + bytes / rate + latency
 
-The links are those of the ranks that take part, and the uplinks through which some of these reach others of them.
-What crosses an uplink passes the ranks' own links too, unless it is `direct`. `bytes` come from the table in
-`stretto.groups.collectives`. The throttled group has the same model of its own link.
-Sending costs no computing time, and switches drop nothing.
+The links belong to the participating ranks, and the uplinks connect some of these ranks with others. Bytes over an
+uplink cross the ranks' own links too, unless it is `direct`. `bytes` come from the table in
+`stretto.groups.collectives`. The throttled group models its link in the same way. Sending costs no computing time,
+and switches drop nothing.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class Uplink:
     ranks: tuple[int, ...]
     """Who shares it."""
     link: Link
-    """Its rate and latency, beside those of the ranks' own links."""
+    """Its rate and latency, in addition to the ranks' own links."""
     direct: bool = False
     """Whether what crosses passes this link alone, as the card of a node, whose ranks' own links lead to each other; a
     rack's switch comes behind their cards."""

@@ -1,7 +1,7 @@
 """What a rank's work costs in virtual time, and the runtime on which its communication lane works.
 
-A lane is its own task, beside the rank's program: both pass virtual time at once, as on a machine that computes
-and communicates at once.
+A lane is a separate task from the rank's program: both pass virtual time at once, as on a machine that computes and
+communicates at once.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class Compute:
     micro_batch_ns: int = 1_000_000
     """One forward and backward pass of one micro-batch; 1 ms is a round number and no machine's."""
     step_ns: int = 0
-    """One optimizer step, whatever its size."""
+    """One optimizer step of any size."""
     step_picoseconds_per_element: int = 0
     """Added to an optimizer step for every element that the rank owns."""
     backward_share: float = 2 / 3
@@ -72,8 +72,8 @@ def parse_slowness(text: str) -> dict[int, float]:
 class RankTime:
     """The virtual time of one rank: the run's clock, and what the rank's work costs on it.
 
-    Every kind of work draws its jitter from its own stream. So the order in which a rank's lane and program have
-    their turns changes no cost.
+    Every kind of work draws its jitter from its own stream. So the order in which a rank's lane and program run
+    changes no cost.
 
     Args:
         rank: Whose it is.
@@ -143,7 +143,7 @@ class VirtualRuntime(Runtime):
 
     Args:
         time: The rank's.
-        overlaps: Whether work runs on a task beside the program; otherwise the program performs it.
+        overlaps: Whether work runs on a separate task; otherwise the program performs it.
     """
 
     def __init__(self, time: RankTime, *, overlaps: bool) -> None:

@@ -22,7 +22,7 @@ Batch = TypeVar("Batch")
 
 
 class VirtualStore(Generic[Batch]):
-    """Gives the batches of `loader`, each after its time; other attributes are those of the loader.
+    """Gives the batches of `loader`, each after its time; other attributes come from the loader.
 
         store = VirtualStore(loader, group, itertools.repeat(0.025))
         for batch in parallel.feed(EchoLoader(store, Ready())):
@@ -74,7 +74,7 @@ class _Pass(Iterator[Batch]):
         """Return how long the next read takes.
 
         Raises:
-            ConfigError: No finite duration is left.
+            ConfigError: There is no further finite duration.
         """
         seconds = next(self.durations, None)
         if seconds is None or not 0 <= seconds < float("inf"):
@@ -95,7 +95,7 @@ class VirtualReader(Reader):
         self._reads = reads
         self._capture = capture
         self._queue: deque[tuple[Fetched | BaseException, int]] = deque()
-        """What has been read or is being read, each with the instant at which its read is over."""
+        """Batches that were read or are being read, each with the instant at which its read is over."""
         self._over_ns = 0
         self._is_closed = False
         self._reads_ahead = ahead > 0

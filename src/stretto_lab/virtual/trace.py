@@ -78,7 +78,7 @@ LANE = "its communication lane"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
-    """What one rank does at the moment of a failure."""
+    """The state of one rank at the moment of a failure."""
 
     rank: int
     doing: str
