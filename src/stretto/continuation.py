@@ -20,8 +20,8 @@ layout; otherwise ranks begin with the mean of all replicas.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -34,6 +34,7 @@ from stretto.engine.state import JobState, State
 from stretto.engine.statistics import at, is_same
 from stretto.errors import CheckpointError, ConfigError, ForeignCheckpoint
 from stretto.feed import Feed
+from stretto.feed.again import has_state
 from stretto.flat import original_name
 from stretto.packed import pack, unpack
 from stretto.random_states import read_random_states, restore_random_states, written_random_states
@@ -41,32 +42,22 @@ from stretto.random_states import read_random_states, restore_random_states, wri
 _TOTALS = tuple(field.name for field in dataclasses.fields(Totals))
 
 
-class Loader(Protocol):
-    """A loader whose position can be saved."""
-
-    def state_dict(self) -> Any:
-        """Return this rank's position."""
-        ...
-
-    def load_state_dict(self, state: Any, /) -> None:
-        """Go to the position that `state_dict` returned."""
-        ...
+Loader: TypeAlias = Iterable[Any]
+"""One whose position can be saved: by its `state_dict` and `load_state_dict`, or by counting its batches."""
 
 
 def check_loader(loader: object) -> None:
     """Raise unless a loader's position can be saved; None is no loader.
 
     Raises:
-        ConfigError: It has no state, as PyTorch's own `DataLoader` has none.
+        ConfigError: It has no state, and does not begin again either.
     """
-    has_state = not isinstance(loader, type) and all(
-        callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict")
-    )
-    if loader is not None and not has_state:
+    begins_again = isinstance(loader, Iterable) and not isinstance(loader, Iterator)
+    if loader is not None and not has_state(loader) and (isinstance(loader, type) or not begins_again):
         raise ConfigError(
-            f"loader: a {type(loader).__name__} has no state_dict() and load_state_dict(), so its position "
-            "cannot be saved: expected torchdata.stateful_dataloader.StatefulDataLoader, which takes the "
-            "arguments of a DataLoader; or omit loader=, and the data begin again from the start"
+            f"loader: a {type(loader).__name__} has no state_dict() and load_state_dict(), and cannot begin again: "
+            "expected a DataLoader, or another loader whose passes can be repeated; or omit loader=, and data begin "
+            "again from the start"
         )
 
 
@@ -99,7 +90,7 @@ class Continuation:
         slots = self._state.slots
         state["job"]["published"] = self._published
         if self._scheduler is not None:
-            state["job"]["scheduler"] = type(self._scheduler).__name__
+            state["job"]["scheduler"] = _kind_of(self._scheduler)
         if reduction is not None:
             state["carry"] = {slot.name: self._state.cut(slot, reduction.gradient.sums) for slot in slots}
             state["job"]["round_report"] = pack(self._describe(reduction), "the round report")
@@ -116,6 +107,7 @@ class Continuation:
             "random": written_random_states(self._device),
             "buffers": self._buffers(state["model"]),
             "closed": self.job.compute.written_since_closed(),
+            "has_own_draws": self._feeding.has_own_draws,
         }
         replicas = self.job.replica.state_dict()
         replica = replicas.pop("replica", None)
@@ -198,12 +190,17 @@ class Continuation:
             TornCheckpoint: Something is missing.
         """
         self._state.found_in(state)
-        saved, own = state["job"].get("scheduler"), type(self._scheduler).__name__
+        saved, own = state["job"].get("scheduler"), _kind_of(self._scheduler)
         if self._scheduler is not None and saved not in (None, own):
             raise ForeignCheckpoint(
                 f"the checkpoint holds the state of {saved}, expected {own}: build the scheduler that was "
                 "saved, or omit scheduler= and step a new scheduler in on_update"
             )
+
+    def has_own_draws(self, state: State) -> bool:
+        """Return whether the loader that was saved, if it was, draws from generators of its own."""
+        mine: Mapping[str, Any] = state.get("rank", {}).get(str(self._rank), {})
+        return bool(mine.get("has_own_draws"))
 
     def pass_of(self, state: State) -> Mapping[str, Any] | None:
         """Return this rank's saved position in its pass; None if it was in no pass."""
@@ -382,6 +379,12 @@ def places(state: State) -> Iterator[tuple[dict[str, Any], str, str]]:
             continue
         for key in entries:
             yield entries, key, f"{part}.{key}"
+
+
+def _kind_of(scheduler: Any) -> str:
+    """Return the classes of a scheduler and of those that it is made of."""
+    inner = getattr(scheduler, "_schedulers", None) or getattr(scheduler, "members", ())
+    return type(scheduler).__name__ + (f"({', '.join(map(_kind_of, inner))})" if inner else "")
 
 
 def _named_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 import functools
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 import stretto
 from stretto import checkpoint
@@ -21,6 +22,42 @@ from stretto_lab.virtual import VirtualCluster
 from tests.draws import draws
 
 PER_EPOCH, EPOCHS = 6, 3
+
+
+class Rows(Dataset[Tensor]):
+    """Each row with noise of the process."""
+
+    def __init__(self, rank: int) -> None:
+        self.rows = torch.randn(2 * PER_EPOCH, 3, generator=torch.Generator().manual_seed(rank))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.rows[index] + 0.1 * torch.randn(3)
+
+
+class Streamed(IterableDataset[Tensor]):
+    def __init__(self, rank: int) -> None:
+        self.rows = torch.randn(2 * PER_EPOCH, 3, generator=torch.Generator().manual_seed(rank))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.rows)
+
+
+class ByPass(Sampler[int]):
+    """Another order in each pass of this process."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        order = list(range(2 * PER_EPOCH))
+        random.Random(self.passes).shuffle(order)
+        return iter(order)
+
+    def __len__(self) -> int:
+        return 2 * PER_EPOCH
 
 
 class Loader:
@@ -47,9 +84,38 @@ class Loader:
         self.passes, self.position, self.is_told = state["passes"], state["position"], True
 
 
+class Restarting(Loader):
+    """As the loader of `torchdata.nodes`: told a position at the end of a pass, it begins another one."""
+
+    restart_on_stop_iteration = True
+    __len__ = None  # type: ignore[assignment]  # it does not know its length
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.is_told &= self.position < PER_EPOCH or not self.restart_on_stop_iteration
+        return super().__iter__()
+
+
+LOADERS: dict[str, Callable[[int], Any]] = {
+    "state": Loader,
+    "restarting": Restarting,
+    "plain": lambda rank: DataLoader(Rows(rank), 2),
+    "shuffled": lambda rank: DataLoader(Rows(rank), 2, shuffle=True),
+    "generator": lambda rank: DataLoader(
+        Rows(rank), 2, shuffle=True, generator=torch.Generator().manual_seed(rank)
+    ),
+    "with replacement": lambda rank: DataLoader(
+        Rows(rank), 2, sampler=RandomSampler(Rows(rank), True, generator=torch.Generator().manual_seed(5))
+    ),
+    "distributed": lambda rank: DataLoader(Rows(rank), 2, sampler=DistributedSampler(Rows(rank), 1, 0)),
+    "by pass": lambda rank: DataLoader(list(Streamed(rank)), 2, sampler=ByPass()),
+    "streamed": lambda rank: DataLoader(Streamed(rank), 2),
+    "list": lambda rank: list(Streamed(rank).rows.split(2)),
+}
+
+
 def job(group: dist.ProcessGroup | None, strategy: str, schedule: str = "LinearLR") -> Any:
     torch.manual_seed(0)
-    model = nn.Linear(3, 1)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.3), nn.Linear(3, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = {
         "LinearLR": lambda: lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 20),
@@ -57,6 +123,10 @@ def job(group: dist.ProcessGroup | None, strategy: str, schedule: str = "LinearL
         "SequentialLR": lambda: lr_scheduler.SequentialLR(
             optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.LinearLR(optimizer)], [3]
         ),
+        "warm, then cosine": lambda: lr_scheduler.SequentialLR(
+            optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.CosineAnnealingLR(optimizer, 9)], [3]
+        ),
+        "several": lambda: [lr_scheduler.LinearLR(optimizer), lr_scheduler.LinearLR(optimizer)],
     }[schedule]()
     kind = STRATEGIES[strategy]()
     return model, stretto.DataParallel(
@@ -69,6 +139,7 @@ def run(
     group: dist.ProcessGroup,
     strategy: str,
     *,
+    kind: str,
     at: int,
     saves: bool,
     loads: bool,
@@ -82,6 +153,8 @@ def run(
                 if update.step == at and not goes_on:
                     checkpoint.save(parallel, folder, loader=loader if saves else None, extra=epoch)
 
+            if kind == "distributed":
+                loader.sampler.set_epoch(epoch)
             batches = iter(parallel.feed(loader, on_update=note))
             batch = next(batches, None)
             while batch is not None:
@@ -90,12 +163,12 @@ def run(
                 parallel.backward(loss)
                 batch = following if ahead else next(batches, None)
         parallel.finish()
-        return parallel.steps, model.weight.detach().clone()
+        return parallel.steps, model[0].weight.detach().clone()
 
-    loader = Loader(rank)
+    loader = LOADERS[kind](rank)
     model, parallel = job(group, strategy)
     whole = train(0, False)
-    loader = Loader(rank)
+    loader = LOADERS[kind](rank)
     model, parallel = job(group, strategy)
     restored = checkpoint.load(parallel, folder, loader=loader if loads else None)
     first = restored.extra if saves and loads else restored.step * 2 // PER_EPOCH
@@ -110,25 +183,34 @@ def test_notes_are_empty_exactly_where_the_run_that_goes_on_equals_the_other(
     for seed in draws(24, 6):
         draw = random.Random(f"{strategy} {seed}")
         case = {
+            "kind": draw.choice(list(LOADERS)),
             "at": draw.randrange(1, EPOCHS * PER_EPOCH // 2),
             "saves": draw.random() < 0.7,
             "loads": draw.random() < 0.8,
             "ahead": draw.random() < 0.3,
         }
+        if case["kind"] == "restarting":  # without its state nobody knows whether that pass was over
+            case |= {"saves": True, "loads": True}
         program = functools.partial(run, strategy=strategy, folder=tmp_path / str(seed), **case)
         for is_same, notes, is_pass_over in VirtualCluster(draw.randint(1, 2)).run(program).values:
             assert is_same or notes, f"{strategy} {case}: another run, and no note"
             assert not is_same or not notes or is_pass_over, f"{strategy} {case}: the same run, and {notes}"
 
 
-@pytest.mark.parametrize("other", ["CosineAnnealingLR", "SequentialLR"])
-def test_a_schedule_of_another_kind_is_refused_in_words(other: str, tmp_path: Path) -> None:
-    _, parallel = job(None, "zero1")
+def test_a_schedule_of_another_kind_is_refused_in_words(tmp_path: Path) -> None:
+    _, parallel = job(None, "zero1", "SequentialLR")
     checkpoint.save(parallel, tmp_path)
-    _, following = job(None, "zero1", other)
-    with pytest.raises(ForeignCheckpoint, match=f"the state of LinearLR, expected {other}"):
-        checkpoint.load(following, tmp_path)
-    assert following.steps == 0
+    for other, found in {
+        "CosineAnnealingLR": "CosineAnnealingLR",
+        "warm, then cosine": r"SequentialLR\(LinearLR, CosineAnnealingLR\)",
+        "several": r"SeveralSchedulers\(LinearLR, LinearLR\)",
+    }.items():
+        _, following = job(None, "zero1", other)
+        with pytest.raises(
+            ForeignCheckpoint, match=rf"of SequentialLR\(LinearLR, LinearLR\), expected {found}"
+        ):
+            checkpoint.load(following, tmp_path)
+        assert following.steps == 0
 
 
 def test_a_loop_that_counts_its_epochs_by_the_step_can_ask_whether_a_pass_is_over(

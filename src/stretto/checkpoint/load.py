@@ -118,7 +118,8 @@ def load(
         source: One checkpoint, or a folder of them, of which the latest complete one is taken. Or the shares of a
             state in memory (`hold`) that this rank has: its own as a rule, none on a rank that has come, several where
             ranks have left.
-        loader: This rank's. At the same world size `load` restores its position with `load_state_dict`.
+        loader: This rank's. At the same world size `load` restores its position with `load_state_dict`, or, if it has
+            none, by reading again what was given out.
 
     Raises:
         CheckpointError: There is no checkpoint, or there are shares of different states.
@@ -158,12 +159,15 @@ def load(
         ranks.agree("comparing optimizers and schedulers", lambda: continuation.check(state))
     positions = tuple(state.get("loader", {}).values())
     goes_on = loader is not None and bool(positions) and saved.world_size == parallel.world_size
-    if loader is not None and goes_on:
-        ranks.agree("restoring the loader", lambda: loader.load_state_dict(positions[ranks.rank]))
+    place, differs = continuation.pass_of(state) or {}, ""
+    if goes_on:
+        restore = partial(parallel.feeding.restore, loader, positions[parallel.rank], place)
+        differs = ranks.agree("restoring the loader", restore)
     with parallel.job.compute.lifetime.running():
         continuation.load(state, goes_on=goes_on)
-    place = continuation.pass_of(state) or {}
     notes = (
+        *([differs] if differs else []),
+        *([_OWN_DRAWS] if not goes_on and continuation.has_own_draws(state) else []),
         *_notes(parallel, saved, state),
         *_notes_of_pass(place, saved.names, goes_on=goes_on),
     )
@@ -332,7 +336,8 @@ def _notes_of_pass(place: Mapping[str, Any], names: set[str], *, goes_on: bool) 
     """
     if not place or place["is_left"]:
         return
-    is_over = _is_over(place) and (goes_on or "job.round_report" not in names)
+    is_whole = "job.round_report" not in names and not any(name.startswith("replica.") for name in names)
+    is_over = _is_over(place) and (goes_on or is_whole)
     if is_over:
         if goes_on:
             yield (
@@ -354,6 +359,9 @@ def _notes_of_pass(place: Mapping[str, Any], names: set[str], *, goes_on: bool) 
 
 _log = logging.getLogger("stretto")
 
+_OWN_DRAWS = (
+    "the loader draws from a generator of its own, which was not saved or not loaded: give loader= to both"
+)
 _AHEAD = {
     "carry": "gradients accumulated ahead",
     "shown": "the prediction that was shown",

@@ -1,7 +1,8 @@
 """Batches for the user's loop, and the end of the data."""
 
 from stretto.engine import Job
-from stretto.feed.feed import Batch, Feed, num_samples
+from stretto.feed.feed import Batch, Feed
+from stretto.feed.passes import num_samples
 from stretto.feed.together import SharedFeed
 
 __all__ = ["Batch", "Feed", "feed_of", "num_samples"]

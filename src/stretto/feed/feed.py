@@ -28,14 +28,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias, TypeVar
 
-from torch import Tensor
-
 from stretto.echo.loader import EchoLoader
 from stretto.echo.statistics import InputStatistics
 from stretto.engine import Job
 from stretto.engine.compute_lane import Until
 from stretto.engine.report import Vote
-from stretto.feed import passes
+from stretto.errors import CheckpointError, OutOfTurn
+from stretto.feed import again, passes
 from stretto.feed.updates import JobUpdates
 from stretto.records import Update
 
@@ -88,6 +87,12 @@ class Pass:
     """Whether the loop has always asked with batches out, few, and since it began to count with as many each time."""
     samples: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
     """Of the batches that are out, and of the one in hand."""
+
+    # Of a loader without a state; see `stretto.feed.again`.
+    draws: Mapping[str, Any] | None = None
+    """With which it began; None for a loader with a state."""
+    last: Any = None
+    """The batch that was given out last."""
 
     def leave_behind(self, is_behind: bool) -> None:
         """Say whether batches of this pass, which has ended, may still be counted."""
@@ -178,6 +183,9 @@ class Feed:
         """Micro-batches that the loop still counts of a pass that has nothing more to give out; None without one."""
         self._restored: Mapping[str, Any] | None = None
         """What a checkpoint says of the pass it was saved in, until the next pass begins."""
+        self._again: tuple[Any, Mapping[str, Any], Iterator[Any]] | None = None
+        """A loader without a state, what the checkpoint says of it, and the rest of that pass, until it begins."""
+        self._device = job.sharded.masters[0].device
 
     @property
     def num_samples(self) -> int:
@@ -209,6 +217,7 @@ class Feed:
         finally:
             # One that was dropped may end after another has begun.
             self._is_feeding &= self._pass is not current or self._num_late is not None
+            current.last = current.last if self._num_late is not None else None
         if self._num_late is None:
             self._on_update = None
 
@@ -236,7 +245,8 @@ class Feed:
                 batch = self._look_ahead(current, batch)
             if not num_out:
                 current.samples.clear()
-            current.samples.append(num_samples(batch))
+            current.samples.append(passes.num_samples(batch))
+            current.last = batch
             yield batch
             if self._pass is not current:
                 with self._compute.lifetime.running():
@@ -277,7 +287,7 @@ class Feed:
         current = self._pass
         if self._num_late is None or current is None:
             return
-        self._num_late = None
+        self._num_late = current.last = None
         self._land_in_sight(self._last_update)
         if not self._is_over(current.until):
             self._pass_rounds(current)
@@ -334,26 +344,45 @@ class Feed:
 
     # The beginning and the end of a pass
 
-    def _begin_pass(self, loader: Iterable[Any], until: Until) -> Pass:
+    def _begin_pass(self, loader: Any, until: Until) -> Pass:
         """Begin a pass, or continue with the one that a checkpoint was saved in the end of."""
         self._compute.course.begin_pass()
         restored, self._restored = self._restored, None
+        loaded, self._again = self._again, None
         if restored is not None and restored["is_left"]:
             passes.leave(loader)
             restored = None
-        batches = self.input.begin(loader, JobUpdates(self._job))
+        updates, length = JobUpdates(self._job), passes.length_of(loader)
+        draws = None if again.has_state(loader) else again.draws_of(loader, self._device)
         if restored is None:
+            batches = self.input.begin(loader, updates)
             last = self._pass
             if last is None or last.batches is not batches:
-                return Pass(loader, batches, passes.length_of(loader), until)
+                return Pass(loader, batches, length, until, draws=draws)
             is_same = not last.is_exhausted
-            return Pass(loader, batches, passes.length_of(loader), until, ahead=last.ahead, is_same=is_same)
-        length = passes.length_of(loader)
+            return Pass(loader, batches, length, until, ahead=last.ahead, is_same=is_same, draws=draws)
+        if loaded is not None:
+            if loaded[0] is not loader:
+                raise OutOfTurn(
+                    f"{self._compute.where}: feed(): expected the loader that load() was given, of whose pass this is "
+                    f"the rest, found another {type(loader).__name__}"
+                )
+            draws = loaded[1]["begun"]
+        # A loader of torchdata.nodes begins another pass where nothing is left of this one.
+        restarts = getattr(loader, "restart_on_stop_iteration", None)
+        if restarts is not None:
+            loader.restart_on_stop_iteration = False
+        batches = self.input.begin(loader if loaded is None else loaded[2], updates)
+        if restarts is not None:
+            loader.restart_on_stop_iteration = restarts
         batches, votes = passes.rest_of(restored, loader, batches)
         if votes:
             self._compute.course.resume_pass(votes)
         at, is_exhausted = int(restored["position"]), bool(restored["is_exhausted"])
-        return Pass(loader, batches, length, until, at, is_exhausted=is_exhausted, has_ended=bool(votes))
+        ended = bool(votes)
+        return Pass(
+            loader, batches, length, until, at, is_exhausted=is_exhausted, has_ended=ended, draws=draws
+        )
 
     def _look_ahead(self, current: Pass, batch: Any) -> Any:
         """Ask the loader once more while `batch`, the last by its length, is in hand; return that batch.
@@ -433,17 +462,68 @@ class Feed:
     # At rest
 
     def state_of(self, loader: Any) -> Any:
-        """Return the state of a loader, for a checkpoint: that behind the batch that was given out last."""
-        current = self._pass
-        if current is not None and current.loader is loader and current.ahead and current.state is not None:
-            return current.state
-        return loader.state_dict()
+        """Return the state of a loader, for a checkpoint: that behind the batch that was given out last.
 
-    def pass_state(self) -> dict[str, Any] | None:
+        Raises:
+            CheckpointError: It has none, and the loop takes its batches from elsewhere.
+        """
+        current = self._pass
+        if again.has_state(loader):
+            state = (
+                current.state if current is not None and current.loader is loader and current.ahead else None
+            )
+            return loader.state_dict() if state is None else state
+        if self._again is not None and self._again[0] is loader:
+            return self._again[1]
+        if self._compute.num_counted and (current is None or current.loader is not loader):
+            raise CheckpointError(
+                f"{self._compute.where}: loader: a {type(loader).__name__} has no state_dict(), and the batches do not "
+                "come from it by feed(): give feed() this very loader, or take a StatefulDataLoader of torchdata"
+            )
+        return {
+            "now": again.draws_of(loader, self._device),
+            "begun": None if current is None else current.draws,
+            "position": 0 if current is None else current.position,
+            "digest": 0 if current is None else again.digest_of(current.last),
+        }
+
+    @property
+    def has_own_draws(self) -> bool:
+        """Whether the loader of the last pass has generators whose state is saved with it alone."""
+        return self._pass is not None and bool((self._pass.draws or {}).get("generators"))
+
+    def restore(self, loader: Any, state: Any, place: Mapping[str, Any]) -> str:
+        """Bring a loader to where it was saved, inside the pass at `place` or behind it; return what is not exact.
+
+        Raises:
+            CheckpointError: The state is one of a loader of another kind.
+        """
+        is_counted = isinstance(state, Mapping) and state.keys() == {"now", "begun", "position", "digest"}
+        if again.has_state(loader) == is_counted:
+            raise CheckpointError(
+                f"loader: {type(loader).__name__} {'has' if is_counted else 'has no'} state_dict(), expected a loader "
+                "like the one that was saved, which differs in it"
+            )
+        if not is_counted:
+            loader.load_state_dict(state)
+            return ""
+        self._again = None
+        again.draw_as(loader, state["now"])
+        if not place or place["is_left"]:
+            return ""
+        batches, note = iter(()), ""
+        if not (place["is_exhausted"] or place["votes"]):
+            batches, note = again.rest_of_pass(loader, state, self._device)
+        self._again = loader, state, batches
+        return note
+
+    def pass_state(self) -> Mapping[str, Any] | None:
         """Return where the pass in progress is, for a checkpoint with the loader's state; None where there is none.
 
-        A pass that ended early counts too: its rest does not follow.
+        One that was left before its end counts: its rest is not what comes next.
         """
+        if self._restored is not None:
+            return self._restored
         current, is_left = self._pass, not self._is_feeding
         if current is None or (is_left and current.is_exhausted):
             return None
@@ -466,6 +546,7 @@ class Feed:
     def go_on(self, state: Mapping[str, Any] | None) -> None:
         """Let the next pass be the rest of the one in which `pass_state()` was saved."""
         self._restored, self._num_late = state, None
+        self._again = None if state is None else self._again
         if self._pass is not None:
             self._pass.leave_behind(False)
 
@@ -497,27 +578,3 @@ class Feed:
             while not compute.is_clear:
                 self._pass_round()
         return self.take_landed()
-
-
-def num_samples(batch: object) -> int:
-    """Return the length of the first tensor or array found in a batch, or 1: a record, for which no job may end."""
-    try:
-        return next(_lengths(batch), 1)
-    except Exception:  # a batch may be any object, with any attributes
-        return 1
-
-
-def _lengths(batch: object) -> Iterator[int]:
-    """Yield the length of every tensor and array in the containers of a batch; 1 for one without dimensions."""
-    if isinstance(batch, Tensor):
-        yield int(batch.size(0)) if batch.dim() else 1  # a nested one has no shape
-    elif isinstance(batch, Mapping):  # before it is asked for attributes, which may be its keys
-        yield from _lengths(list(batch.values()))
-    elif isinstance(batch, (list, tuple)):
-        for part in batch:
-            yield from _lengths(part)
-    elif isinstance(shape := getattr(batch, "shape", None), tuple):
-        if not shape or isinstance(shape[0], int):
-            yield shape[0] if shape else 1
-    elif dataclasses.is_dataclass(batch):
-        yield from _lengths([getattr(batch, field.name) for field in dataclasses.fields(batch)])
