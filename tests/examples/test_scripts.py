@@ -2,10 +2,12 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -59,7 +61,8 @@ def test_lora_sends_and_saves_the_adapters_alone() -> None:
 
 
 def test_echo_takes_more_steps_from_the_same_batches() -> None:
-    _, once, _, again = printed("echo.py")
+    measured, once, again = printed("echo.py")
+    assert measured.startswith("e* is ")
     assert once.startswith("40 fresh batches, 0 used again, ")
     assert again.startswith("40 fresh batches, 80 used again, ")
     assert losses([again])[0] < losses([once])[0]
@@ -102,6 +105,17 @@ def test_a_rank_is_killed_the_others_go_on_and_another_comes_in() -> None:
     assert "3 ranks" in [second, *more][-1]
     assert lines[-1].startswith("update 200: ")
     assert losses(lines)[-1] < losses(lines)[0]
+
+
+def test_a_file_of_tokens_is_mapped_and_its_windows_are_its_tokens() -> None:
+    numbers = np.random.default_rng(0).integers(1, 2**16, 1003, dtype=np.uint16)
+    numbers.tofile("train.bin")
+    windows = runpy.run_path(str(EXAMPLES / "tokens.py"))["TokenFile"](length=10, end=0).mapped("train.bin")
+    assert len(windows) == 100
+    inputs, targets, predicted = windows.batch(torch.tensor([99, 0]))
+    assert inputs.tolist() == [numbers[990:1000].tolist(), numbers[:10].tolist()]
+    assert targets.tolist() == [numbers[991:1001].tolist(), numbers[1:11].tolist()]
+    assert predicted == 20
 
 
 @pytest.mark.long

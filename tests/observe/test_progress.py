@@ -1,5 +1,7 @@
 """The lines that show a run."""
 
+import dataclasses
+import math
 import random
 from types import SimpleNamespace
 
@@ -28,6 +30,20 @@ def test_it_prints_a_line_at_the_first_and_at_the_last_update(capsys: pytest.Cap
     assert begin == "update 1/10  loss 1.0000"
     # Over the four updates after the first, of two seconds of training each; five updates are left.
     assert end == ("update 5/10  loss 3.5000  50 samples/s  exposed 12.5%  lane 25%  12.0 Mbit/s  0:10 left")
+
+
+def test_losses_of_tokens_have_their_perplexity(capsys: pytest.CaptureFixture[str]) -> None:
+    for unit, loss in (
+        (" nats per token", 3.1864),
+        (" nats per byte", 3.1864),
+        (" nats per token", math.inf),
+    ):
+        Progress(dataclasses.replace(HEADER, loss_unit=unit)).evaluated(5, loss, 0.0)
+    assert capsys.readouterr().out.splitlines() == [
+        "held-out loss 3.1864 nats per token (perplexity 24.2) after 5 updates",
+        "held-out loss 3.1864 nats per byte after 5 updates",
+        "held-out loss inf nats per token after 5 updates",
+    ]
 
 
 def test_an_incident_is_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:

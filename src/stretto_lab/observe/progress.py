@@ -108,7 +108,10 @@ class Progress(Observer):
     def evaluated(self, step: int, heldout_loss: float, training_seconds: float) -> None:
         self.close()  # the line of its update comes before
         if not self._header.is_passing:
-            self._print(f"held-out loss {heldout_loss:.4f}{self._header.loss_unit} after {step} updates")
+            unit = self._header.loss_unit
+            if unit == " nats per token" and heldout_loss < 100:
+                unit += f" (perplexity {math.exp(heldout_loss):,.1f})"
+            self._print(f"held-out loss {heldout_loss:.4f}{unit} after {step} updates")
 
     def close(self) -> None:
         """Print the line of the last update, unless the run is one of many."""
