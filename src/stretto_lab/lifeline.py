@@ -1,4 +1,4 @@
-"""A process ends with the one that started it, at once and without a word, whatever ended that one."""
+"""A process ends with its parent, at once and silently, however the parent ended."""
 
 import multiprocessing
 import os

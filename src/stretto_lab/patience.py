@@ -1,4 +1,5 @@
-"""Nothing that takes long is silent: whoever waits says after some seconds for what, how far it is, and how long still.
+"""Nothing that takes long is silent: after some seconds a wait prints its reason, its progress and its remaining
+time.
 
 Nothing here imports PyTorch, whose import is itself waited for.
 """
@@ -58,8 +59,7 @@ def waiting(what: str, stream: TextIO | None = None) -> closing[Patience]:
     """Return a block in which one thing is waited for of which nothing is known but how long it has taken.
 
     Args:
-        what: It.
-        stream: Where that is told; None is the standard output.
+        what: Reason of the wait. stream: Where to print; None is the standard output.
     """
     started = time.monotonic()
     return closing(Patience(lambda: f"{what}: {clock(time.monotonic() - started)} so far", stream))
@@ -73,7 +73,7 @@ def clock(seconds: float) -> str:
 
 
 def fold(text: str, *, indent: int = 0, stream: TextIO | None = None) -> str:
-    """Return `text` in lines that fit into a terminal; as it is for a file or a pipe, where a line is one event.
+    """Return `text` in lines that fit into a terminal; unchanged for a file or a pipe, where a line is one event.
 
     Its own line ends stay, and words stay whole.
 

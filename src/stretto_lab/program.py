@@ -21,7 +21,7 @@ def run() -> NoReturn:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process, at once where `code` is that of a stop signal.
+    """End this process, at once if `code` is the code of a stop signal.
 
     Taking down the interpreter takes seconds, and a thread that waits in C++ code meanwhile for a rank that has gone
     prints stacks, or ends the process by SIGABRT.

@@ -25,7 +25,7 @@ _LIGHT: Mapping[str, Callable[[Sequence[str]], None]] = MappingProxyType(
 )
 """Commands that need no PyTorch."""
 FAILED, MISUSED, DAMAGED = 1, 2, 3
-"""Exit codes beside 0 and `INTERRUPTED`; see `main`."""
+"""Exit codes besides 0 and `INTERRUPTED`; see `main`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Words after the program's name; None takes the process's own.
 
     Returns:
-        0 after success, 1 where the run failed, 2 where what was asked for cannot be, 3 where damaged values ended it,
-        130 after Ctrl-C.
+        0 after success, 1 where the run failed, 2 if the options are impossible, 3 if damaged values ended it, 130
+        after Ctrl-C.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in (*HELP, HELP_ALL):

@@ -1,4 +1,4 @@
-"""The strategy that is chosen for a run: what was chosen before, what a plan says now."""
+"""The strategy that is chosen for a run: the earlier choice, or the choice of a plan."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ def without_auto(options: Sequence[str]) -> list[str]:
 
 
 def choose(run: RunConfig[TaskConfig], ranks: Ranks, log: Callable[[str], None]) -> str:
-    """Return the strategy that a plan chooses, the same on all ranks; `log` is told why."""
+    """Return the strategy that a plan chooses, the same on all ranks; `log` gets the reason."""
     with named_as_options(run):
         job: PlanConfig[TaskConfig] = PlanConfig(**part_of(run, Job))
     (ranking,) = rankings(job, ranks, prices_all=False)

@@ -100,7 +100,7 @@ def train_command(words: Sequence[str]) -> None:
 
 
 def resume_command(words: Sequence[str]) -> None:
-    """Continue with the run in a folder, with the options that it had and those that are given now.
+    """Continue with the run in a folder, with its options and the new ones.
 
     A recipe behind the folder takes the place of the one that the folder names.
     """

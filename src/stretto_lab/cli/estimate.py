@@ -9,7 +9,7 @@ from stretto_lab.patience import fold
 
 
 def print_estimate(words: Sequence[str]) -> None:
-    """Read the words after `stretto estimate`, and print the answer; the errors are those of `parse_alone`."""
+    """Read the words after `stretto estimate`, and print the answer; raises as `parse_alone`."""
     config = parse_alone("estimate", words, EstimateConfig())
     work = config.work
     rows, choice = estimate(work, config.allow_loss)

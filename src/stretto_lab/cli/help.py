@@ -19,7 +19,7 @@ Takes = Literal["RECIPE", "FOLDER", "FOLDER...", "[RECORD...]", ""]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
-    """What is said about one command before anything of it is imported."""
+    """The help of one command, known before any import."""
 
     summary: str
     """What it does, for one line."""

@@ -46,7 +46,7 @@ class Option:
 
     @property
     def off(self) -> str:
-        """The option that turns a switch off."""
+        """The option that sets a switch to off."""
         prefix, dot, last = self.name.removeprefix("--").rpartition(".")
         return f"--{prefix}{dot}no-{last}"
 
@@ -59,7 +59,7 @@ class Option:
 
 
 def options_of(record: Any, prefix: str = "--") -> Iterator[Option]:
-    """Yield the options of a configuration: its fields, and those of the records in them."""
+    """Yield the options of a configuration: its fields, and fields of the records in them."""
     for name, kind in field_types(record.__class__).items():
         value, option = getattr(record, name), _option(prefix, name)
         if _is_group(value):
@@ -96,7 +96,7 @@ def parse_options(
 
 
 def parse_alone(command: str, words: Sequence[str], default: ConfigT) -> ConfigT:
-    """Read the options of a command without a recipe; the errors are those of `parse_options`.
+    """Read the options of a command without a recipe; raises as `parse_options`.
 
     Args:
         command: Its name, for messages.
@@ -117,7 +117,7 @@ def parse_alone(command: str, words: Sequence[str], default: ConfigT) -> ConfigT
 
 
 def with_files(words: Sequence[str]) -> list[str]:
-    """Return words with the options that a file names in the place of each `--config FILE`.
+    """Return words with each `--config FILE` replaced by the options in the file.
 
     Raises:
         ConfigError: A file is neither the config.json of a run, nor what `--print-config` has printed.
@@ -152,7 +152,7 @@ def whole_command(default: Any, recipe: str, given: Sequence[str]) -> dict[str, 
 
 
 def going_on(before: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Return the options of a run with those that are given now; a length takes the place of the one before."""
+    """Return the options of a run with the new options; a new length replaces the old."""
     if not any(word.partition("=")[0] in _LENGTHS for word in given):
         return [*before, *given]
     kept, is_length = [], False
@@ -284,7 +284,7 @@ def _is_group(value: Any) -> bool:
 
 
 def _readers() -> Readers:
-    """Return what reads values of types that have a form of their own."""
+    """Return readers of the types that have their own text form."""
     if "torch" not in sys.modules:  # then no record has a field of such a type
         return {}
     from stretto.engine import Clock

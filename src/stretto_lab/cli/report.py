@@ -1,4 +1,4 @@
-"""`stretto report`, and the page that other commands leave behind: nothing here imports PyTorch."""
+"""`stretto report`, and the page that other commands write: nothing here imports PyTorch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ def report_command(words: Sequence[str]) -> None:
 
 
 def show_page(folder: str | None) -> None:
-    """Write the page about a folder into it, and say where it is; what has been done stands without it too."""
+    """Write the page about a folder into it, and print its path; without the page a run is complete too."""
     if folder is None:
         return
     page = Path(folder, PAGE)

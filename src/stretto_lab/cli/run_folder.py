@@ -1,4 +1,4 @@
-"""The folder of a run on the command line: what `stretto resume` finds there, and when no folder is left behind."""
+"""The folder of a run on the command line: `stretto resume` reads its content; empty folders are removed."""
 
 import json
 import shlex
@@ -28,8 +28,8 @@ def run_folder(
 ) -> Iterator[None]:
     """Make the folder of a run for the length of the block; it stays, unless the run fails before it has begun.
 
-    A resume that trains nothing leaves the configuration unchanged: options that do not fit the checkpoint would stand
-    in the way of every later one.
+    A resume that trains nothing leaves the configuration unchanged: options that do not fit the checkpoint would
+    break every later resume.
 
     Args:
         run: The run, whose folder is known.
@@ -84,7 +84,7 @@ def _records_in(folder: Path) -> bytes:
 
 
 def command_of(folder: Path) -> dict[str, Any]:
-    """Return what was written on the command line for the run in `folder`.
+    """Return the command line of the run in `folder`.
 
     Raises:
         ConfigError: There is no such run.

@@ -136,7 +136,7 @@ class Sources:
 
 
 def _arguments(node: ast.FunctionDef) -> dict[str, Any]:
-    """Return type, default and text of the arguments behind the star; the texts are those of the docstring."""
+    """Return type, default and text of the arguments after the star; the texts come from the docstring."""
     texts = dict(re.findall(r"^ *(\w+): (.*(?:\n {8,}.*)*)", ast.get_docstring(node) or "", re.MULTILINE))
     pairs = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
     return {

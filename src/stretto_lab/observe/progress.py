@@ -17,7 +17,7 @@ WINDOW = 20
 LINE_SECONDS = 5.0
 """Time between two plain lines of updates; the first and the last update always have one."""
 LANDING = "Stretto finishes and saves this update; a second stop ends at once"
-"""What is told once a stop signal has come."""
+"""The text after a stop signal."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,7 @@ class Progress(Observer):
             yield self
 
     def waits(self, what: str) -> None:
-        """Hear what is waited for; it is told only where that takes long."""
+        """Note the reason of a wait; it is printed only if the wait is long."""
         self._doing, self._since = what, time.monotonic()
 
     def follows(self, *, is_stopped: Callable[[], bool], share: Callable[[], float]) -> None:
@@ -68,7 +68,7 @@ class Progress(Observer):
         self._is_stopped, self._share = is_stopped, share
 
     def doing(self, what: str) -> None:
-        """Print what is being done before the first update can be."""
+        """Print the present step before the first update."""
         self.waits(what)
         if not self._header.is_passing:
             self._print(what)
@@ -151,7 +151,7 @@ class Progress(Observer):
         )
 
     def _left_text(self) -> str:
-        """Say how many hours, if any, minutes and seconds are left until the first of the run's possible ends."""
+        """Say how many hours, if any, minutes and seconds remain until the first of the run's possible ends."""
         last, averages = self._recent[-1], _Averages(self._recent)
         left = []
         if self._header.updates is not None:
@@ -167,7 +167,7 @@ class Progress(Observer):
 
 
 class _Moment(NamedTuple):
-    """What is known of a run right after an update."""
+    """The state of a run right after an update."""
 
     update: Update
     seconds: float

@@ -1,4 +1,4 @@
-"""Who is told of a run, and the files that are written of it.
+"""The observers of a run, and the files that they write.
 
 A run that continues from a checkpoint drops the records after it and makes them again, so that the files read as if
 nothing had happened.
@@ -20,7 +20,7 @@ def strikes_file(folder: Path, rank: int) -> Path:
 
 
 class Observer:
-    """Is told of a run, on rank 0 or on all ranks; must not touch model, optimizer or random states.
+    """Receives the events of a run, on rank 0 or on all ranks; must not touch model, optimizer or random states.
 
     A subclass implements what it wants to hear of; the rest does nothing.
     """
@@ -58,7 +58,7 @@ class StrikeRecorder(Observer):
         self._write()
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Write the remaining records, and close the file."""
         self._write()
         self._lines.close()
 

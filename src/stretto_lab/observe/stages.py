@@ -31,8 +31,7 @@ class Stages:
         """Begin a stage.
 
         Args:
-            what: What is done.
-            count: Of what `advance` will tell; 0 where nothing is known of the end.
+            what: Name of the stage. count: Of the steps that `advance` reports; 0 if unknown.
         """
         self._what, self._done, self._started = what, 0.0, time.monotonic()
         self._total = count
@@ -73,7 +72,7 @@ class Stages:
 
     @property
     def line(self) -> str:
-        """What is done, how far it is, how long it has taken, and how long it still takes."""
+        """The stage, its progress, its time so far, and its remaining time."""
         return f"{self._what}: {self._state}" if self._what else ""
 
     @property

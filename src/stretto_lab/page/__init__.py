@@ -17,15 +17,16 @@ PAGE = "report.html"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReportConfig:
-    """What is made of folders."""
+    """The options of a report on folders."""
 
     out: str | None = None
-    """The page, which needs no network and replaces what is there. None is report.html in the folder it is about, and
-    of several folders a file in runs/ that has their names."""
+    """The page, which needs no network and replaces an old file. None is report.html in its folder, or, for several
+    folders, a file in runs/ with their names.
+    """
 
 
 def page_of(paths: Sequence[Path], config: ReportConfig) -> Path:
-    """Return where the page about some folders is written: one of its own for each folder, and for each set of them."""
+    """Return where the page about some folders is written: one for each folder, and for each set of folders."""
     if config.out is not None:
         return Path(config.out)
     folders = sorted({path.resolve() for path in paths})
@@ -37,7 +38,7 @@ def page_of(paths: Sequence[Path], config: ReportConfig) -> Path:
 
 
 def report(paths: Sequence[Path], config: ReportConfig) -> list[str]:
-    """Write the page about some folders, and return what is missing in them, one line each.
+    """Write the page about some folders, and return their gaps, one line each.
 
     Args:
         paths: Folders of runs and comparisons.

@@ -1,6 +1,6 @@
 """The page: one HTML file with pictures in SVG, which opens offline and runs nothing.
 
-Whatever comes from a folder is escaped by `text`. A content security policy forbids scripts and requests.
+`text` escapes all content of folders. A content security policy forbids scripts and requests.
 """
 
 import html
@@ -134,7 +134,7 @@ def _times(runs: Sequence[tuple[str, UpdateTime]]) -> Iterator[str]:
 
 
 def _losses(runs: Sequence[Run], axis: int, label: str) -> Iterator[str]:
-    """Yield the picture of all losses against a column of theirs, if there is any that can be drawn."""
+    """Yield the picture of all losses against one of their columns, if any can be drawn."""
     every = [_drawable(points[:, [axis, 2]]) for run in runs for points in (run.losses, run.evaluations)]
     whole = np.concatenate([np.empty((0, 2)), *every])
     if not len(whole):

@@ -16,14 +16,14 @@ Column = NDArray[np.float64]
 UNKNOWN = "-"
 """Stands for a number that is missing."""
 STEADY_AFTER = 3
-"""First updates that an average leaves out where there are others: memory is new, and overlapping only begins."""
+"""First updates that an average skips if there are others: memory is new, and overlapping only begins."""
 _LIMITS = 0.2
 """Share of an update from which waiting limits a run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UpdateTime:
-    """Seconds of an average update on rank 0; of a stock method, which cannot tell its parts, most are NaN."""
+    """Seconds of an average update on rank 0; of a stock method, which does not report its parts, most are NaN."""
 
     seconds: float
     exposed: float
@@ -31,7 +31,7 @@ class UpdateTime:
     data: float
     """Waiting for the loader."""
     lane: float
-    """The communication lane was busy; beside the computing, where the strategy overlaps."""
+    """The communication lane was busy; during the computing, if the strategy overlaps."""
     updates: int
     """How many are averaged over."""
 
@@ -293,7 +293,7 @@ def _outcome(run: Run, columns: Mapping[str, Column], config: Mapping[str, Any])
 
 
 def _events(path: Path, columns: Mapping[str, Column], gaps: list[str]) -> list[list[str]]:
-    """Return what was done, found and left out in a run, in the order of its updates."""
+    """Return the repairs, incidents and skipped rounds of a run, in the order of its updates."""
     found: list[tuple[float, str, str]] = []
     for file in sorted(path.glob("strikes/rank-*.jsonl")):
         for one in read_records(path, str(file.relative_to(path)), gaps, expected=False):

@@ -59,7 +59,7 @@ def read_records(folder: Path, name: str, gaps: list[str], *, expected: bool) ->
     Args:
         folder: Of the run.
         name: Of the file, from there.
-        gaps: Where to name what is skipped.
+        gaps: Receives the names of skipped records.
         expected: Whether a missing file is a gap.
     """
     path = folder / name

@@ -46,12 +46,13 @@ def make_peer(
     """Set up a stock method over all ranks of the job; all ranks must call.
 
     Args:
-        kind: One of `PEERS` by its name, or what makes such a handle; its `options_type` is a record of options.
+        kind: One of `PEERS` by its name, or a callable that makes such a handle; its `options_type` is a record of
+            options.
         model: On its device, with equal weights on all ranks. Train through the peer's `model`.
-        optimizer: Over all trainable parameters of the model, not yet stepped; schedulers may turn it.
+        optimizer: Over all trainable parameters of the model, not yet stepped; schedulers may set its rates.
         micro_batches: Per rank and update.
         clip_norm: Limit of the gradients' global norm; None does not clip.
-        scheduler: Turned at every update; None leaves it to the caller.
+        scheduler: Stepped at every update; None leaves it to the caller.
         options: Of that record.
 
     Raises:
@@ -82,7 +83,7 @@ def make_peer(
 
 
 def options_of(kind: Callable[..., Peer]) -> type:
-    """Return the record of what can be set for a method."""
+    """Return the record of a method's options."""
     found: type = getattr(kind, "options_type", NoOptions)
     return found
 

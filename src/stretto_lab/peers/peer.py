@@ -34,12 +34,12 @@ class Peer:
     A subclass says how the model is wrapped, how gradients are kept from being exchanged before the last micro-batch of
     an update, and how the optimizer steps.
 
-    Beside the gradients the ranks exchange counts, weights, losses and the wish to stop: one small all-gather per
-    update on a plain Gloo group, which is not measured and runs beside the last backward pass.
+    Besides gradients the ranks exchange counts, weights, losses and the wish to stop: one small all-gather per update
+    on a plain Gloo group, which is not measured and runs during the last backward pass.
 
-    The forward pass goes through `model`, which may be a wrapper. `settled` is for looking at the model that was given.
-    Its buffers are not kept equal: rank 0's count. Exceptions are left to the stock method: when a process ends, the
-    collectives of the others fail.
+    The forward pass goes through `model`, which may be a wrapper. `settled` is for looking at the model that was
+    given. Its buffers are not kept equal: rank 0's count. The stock method handles exceptions: when a process ends,
+    the collectives of the others fail.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Peer:
     needs_launcher = True
     """Whether the method works in a job of `torch.distributed` only."""
     options_type: type = NoOptions
-    """Record of what can be set for the method."""
+    """Record of the method's options."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Peer:
         scheduler: Any = None,
         options: Any = None,
     ) -> None:
-        """Wrap `model`; `options` is an `options_type`, all else and the errors are those of `make_peer`."""
+        """Wrap `model`; `options` is an `options_type`, see `make_peer` for the rest and the errors."""
         if self.needs_launcher and not dist.is_initialized():
             raise ConfigError(
                 f"{self.name} needs torch.distributed: start with torchrun, or call init_process_group"
@@ -106,7 +106,7 @@ class Peer:
         yield
 
     def agree(self, tally: "Tally") -> Callable[[], "Totals"]:
-        """Start to exchange tallies; the returned function waits for those of the other ranks."""
+        """Start to exchange tallies; the returned function waits for the tallies of the other ranks."""
         own = tally.as_tensor()
         everybody = own.new_empty(self.world_size * len(own))
         work = method_of(self._control, "all_gather_single")(everybody, own)
@@ -276,7 +276,7 @@ class Peer:
 
 
 class PeerUpdates:
-    """Tells an `EchoLoader` which update its next batch goes to; nobody watches the parameters of a stock method.
+    """Returns to an `EchoLoader` the update of its next batch; the parameters of a stock method are not compared.
 
     Args:
         peer: On this rank.
@@ -299,7 +299,7 @@ class PeerUpdates:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Tally:
-    """What one rank has counted since the last update."""
+    """The counts of one rank since the last update."""
 
     micro_batches: int = 0
     """How many were run, those of weight zero included."""

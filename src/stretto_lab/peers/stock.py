@@ -45,7 +45,7 @@ class Compute(Peer):
 
 
 class TorchDDP(Peer):
-    """DistributedDataParallel: all-reduces by bucket, beside the backward pass of an update's last micro-batch."""
+    """DistributedDataParallel: all-reduces by bucket, during the backward pass of an update's last micro-batch."""
 
     name = "torch-ddp"
 
@@ -76,7 +76,7 @@ def all_reduce_in_bf16(group: dist.ProcessGroup, bucket: GradBucket) -> Future[T
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PowerSGDOptions:
-    """What can be set for PowerSGD."""
+    """Options of PowerSGD."""
 
     whole_updates: int = 2
     """First updates, whose gradients are sent whole: the fewest that torch takes, because they decide on slow links. It
@@ -114,7 +114,7 @@ class TorchDDPPowerSGD(TorchDDP):
 class Replicas(Peer):
     """A method whose ranks step alone, so that their replicas differ, and are averaged now and then.
 
-    A rank's gradient is the mean of its own micro-batches; right where all of them weigh the same.
+    A rank's gradient is the mean of its own micro-batches; correct if all of them have the same weight.
     """
 
     @contextmanager
@@ -134,7 +134,7 @@ class Replicas(Peer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSGDOptions:
-    """What can be set for torch's local SGD."""
+    """Options of torch's local SGD."""
 
     interval: int = 10
     """Updates from one average of the replicas to the next."""
@@ -172,7 +172,8 @@ class TorchLocalSGD(Replicas, TorchDDP):
 class TorchDDPZero(TorchDDP):
     """DDP with ZeroRedundancyOptimizer: each rank steps a part of the parameters and broadcasts it.
 
-    Schedulers turn the given optimizer; its settings are copied before every step to the one that holds the state.
+    Schedulers set the rates of the given optimizer; its settings are copied before every step to the optimizer with
+    the state.
     """
 
     name = "torch-ddp-zero"

@@ -40,7 +40,7 @@ SETTINGS: Mapping[str, Any] = MappingProxyType(
 )
 """Settings of a run that an arm may have for itself, and their types."""
 AUTO = "auto"
-"""In the place of a strategy of `train`: the one that `stretto plan` would say."""
+"""As a strategy of `train`: the choice of `stretto plan`."""
 _OF_PEERS = ("micro_batches", "clip_norm", "lr")
 """Those that a stock method may have for itself."""
 _PLACE = re.compile(r"[^:]*\.py:(\w+)")
@@ -80,7 +80,7 @@ _READERS: Readers = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arm:
-    """A strategy and what is set for it alone."""
+    """A strategy and its own settings."""
 
     text: str
     """As the user wrote it: the arm's name in results."""
@@ -117,7 +117,7 @@ class Arm:
         return self.is_ours and ledger_of(self.strategy()).sends_changes
 
     def strategy(self) -> Strategy:
-        """Return the strategy with its options, as it is without a run; only where `is_ours`.
+        """Return the strategy with its options, without a run; only if `is_ours`.
 
         A rate that changes along a run is its mean.
         """
@@ -131,7 +131,7 @@ class Arm:
 
     @property
     def resolved(self) -> str:
-        """The text that says the same with every option of the strategy in it; what is None and a seed are skipped."""
+        """The text with every option of the strategy; values that are None and seeds are skipped."""
         record = self.strategy() if self.is_ours else options_of(peer_of(self.name))(**self.options)
         own = field_types(record.__class__)
         values = {name: getattr(record, name) for name in own}

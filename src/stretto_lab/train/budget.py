@@ -1,12 +1,12 @@
 """The length of a run: how many updates, or how many samples, and how much of that is done; the same on all ranks.
 
-A budget of samples counts those at their first use, behind committed updates, of all ranks: an echo is free. Where
-every update has the same number of them, the last update is known from the beginning, as with a budget of updates.
-Under a `Clock`, or with an echo, it shows: the run ends with the first update at or beyond the budget, and strategies
-that overlap commit one more, with what was computed while that update was in progress.
+A budget of samples counts first uses in committed updates of all ranks: an echo is free. Where every update has the
+same number of them, the last update is known from the beginning, as with a budget of updates. Under a `Clock`, or
+with an echo, it is known only then: the run ends with the first update at or beyond the budget, and strategies that
+overlap commit one more, with the gradients computed during that update.
 
-Schedules stretch over the budget. Those of learning rates count *nominal* updates: samples so far, by those of an
-update with the run's `micro_batches` on every rank, all fresh.
+Schedules stretch over the budget. Schedules of learning rates count *nominal* updates: samples so far, divided by the
+samples of an update with the run's `micro_batches` on every rank, all fresh.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ class Budget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether nothing is left."""
+        """Whether no samples remain."""
         return self.spent >= self.total
 
     @property
@@ -88,21 +88,21 @@ class Budget:
         return step + self.left if self.is_fixed else None
 
     def paces(self, scheduler: LRScheduler | None) -> "LRScheduler | Paced | None":
-        """Return the scheduler, to be turned once per update by whoever trains; `count` turns it where that differs."""
+        """Return the scheduler, which the training loop steps once per update; `count` steps it if that differs."""
         if scheduler is None or not self.counts_samples:
             return scheduler
         self._paced = Paced(scheduler)
         return self._paced
 
     def count(self, update: Update) -> None:
-        """Count a committed update, and turn the scheduler as far."""
+        """Count a committed update, and step the scheduler as far."""
         self.spent += self.nominal if self._of is None else self._of(update)
         if self._paced is not None:
             self._paced.turn_to(self.spent // self.nominal)
 
 
 class Paced:
-    """A scheduler that counts nominal updates; to whoever turns it at committed ones it does nothing.
+    """A scheduler that counts nominal updates; a step at a committed update does nothing.
 
     Args:
         scheduler: It.
@@ -115,7 +115,7 @@ class Paced:
         """Wait for `turn_to`."""
 
     def turn_to(self, position: int) -> None:
-        """Turn the scheduler as often as it takes; never back."""
+        """Step the scheduler as often as needed; never back."""
         while self._scheduler.last_epoch < position:
             self._scheduler.step()
 
@@ -132,9 +132,8 @@ def budget_of(run: RunConfig[TaskT], world_size: int, total: int | None = None) 
     """Return the budget of a run on so many ranks; None where only time or loss end it.
 
     Args:
-        run: What is trained.
-        world_size: How many ranks there are.
-        total: Micro-batches of all ranks together in an update, where these are given.
+        run: Its configuration. world_size: The number of ranks. total: Micro-batches of all ranks together in an
+            update, if given.
 
     Raises:
         ConfigError: Ranks could not agree on how much is spent.

@@ -78,7 +78,7 @@ def compare(
 
 
 def left(started: float, done: int, whole: int) -> str:
-    """Return how long as many runs as are left will take, if they take as long as those that were made."""
+    """Return the time of the remaining runs, at the pace of the finished runs."""
     if not done:
         return ""
     return f" (about {clock((time.monotonic() - started) / done * (whole - done))} left for all)"

@@ -1,7 +1,7 @@
-"""Everything about a run that can be chosen: what is trained, on which workers, and what a comparison varies.
+"""All options of a run: recipe, workers, and the arms of a comparison.
 
 Options             how `DataParallel` works
-  Training          what is trained
+  Training          recipe and length
     Job             on real workers
       RunConfig     once, with its files
       CompareConfig by several strategies
@@ -29,7 +29,7 @@ TaskT = TypeVar("TaskT", bound=TaskConfig)
 LENGTHS = ("updates", "samples")
 """Fields that say how long a run is; one at most."""
 DEFAULT_UPDATES = 240
-"""Length of a run whose end nobody chose."""
+"""Default length of a run."""
 DEFAULT_PATIENCE = 600.0
 """Seconds after which a run that only a loss would end gives up."""
 
@@ -41,7 +41,7 @@ def part_of(record: Any, kind: type) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Training(Options, Generic[TaskT]):
-    """What is trained, and how; the options of `DataParallel` beside it."""
+    """The recipe and its training, together with the options of `DataParallel`."""
 
     task: TaskT
     """Model, data and optimizer: what the recipe returned."""
@@ -68,8 +68,9 @@ class Training(Options, Generic[TaskT]):
     slow_loader: str = "none"
     """Make loading slow: MS[,decode][,jitter=CV] per micro-batch, waiting, or with decode keeping a core busy."""
     evaluate_every: int | None = 100
-    """Updates between evaluations of the held-out loss, beside those before and after the run; None for these
-    two alone."""
+    """Updates between evaluations of the held-out loss, besides the evaluations before and after the run; None for
+    these two alone.
+    """
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)  # a bare super() does not find its class in a slotted dataclass
@@ -99,7 +100,7 @@ class Training(Options, Generic[TaskT]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Job(Training[TaskT]):
-    """What is trained on which real workers, and when it ends."""
+    """The recipe, its real workers, and its end."""
 
     workers: int | None = None
     """Local processes to start; None is one per CUDA device, or 2 on processors. Ranks that a launcher such as torchrun
@@ -206,11 +207,11 @@ class RunConfig(Job[TaskT]):
     """One training run, with its files."""
 
     strategy: str = "zero1"
-    """auto, ddp, zero1, dpu, wp, acco, average, local, diloco, paft-sync or paft-dyn; what is set for it alone follows
-    after colons, as in acco:first=1 or average:4:wire=int4.
-    auto takes what `stretto plan` says."""
+    """auto, ddp, zero1, dpu, wp, acco, average, local, diloco, paft-sync or paft-dyn; its own settings follow after
+    colons, as in acco:first=1 or average:4:wire=int4. auto takes the choice of `stretto plan`.
+    """
     run_dir: str | None = None
-    """Folder of the run, instead of a new one in runs/; configuration, records, TensorBoard events and
+    """Folder of the run, instead of a new folder in runs/; configuration, records, TensorBoard events and
     checkpoints."""
     strikes: int | None = 3
     """Once damage was attributed to the same rank or link in this many updates, the job continues without it; None for
@@ -270,13 +271,13 @@ class DiagnoseConfig(Job[TaskT]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CompareConfig(Job[TaskT]):
-    """Several strategies side by side: each in turn on the same link, then all again."""
+    """Several strategies side by side: one after another on the same link, then all again."""
 
     strategies: tuple[str, ...] = ("compute", "ddp", "zero1", "dpu", "wp", "acco")
     """Arms: of train, compute, torch-ddp, torch-ddp-bf16, torch-ddp-powersgd, torch-ddp-zero, torch-local-sgd,
-    torch-fsdp2, or your own as FILE.py:NAME; with commas between them. What is set for one arm alone follows after
-    colons: wp:wire=bf16:lr=2e-3, acco:clock=1,8, torch-local-sgd:interval=20. Those of train are its strategies;
-    compute never communicates; the others are methods of PyTorch."""
+    torch-fsdp2, or your own as FILE.py:NAME; with commas between them. Settings of one arm follow after colons:
+    wp:wire=bf16:lr=2e-3, acco:clock=1,8, torch-local-sgd:interval=20. The arms of train are its strategies; compute
+    never communicates; the others are methods of PyTorch."""
     repeats: int = 1
     """Times that every arm runs; one round of all arms after the other, and the seed grows by one each time."""
     out: str = "runs/comparison"

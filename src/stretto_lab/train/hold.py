@@ -1,7 +1,7 @@
 """One run at a time in a folder: two that wrote the same records and checkpoints would spoil both.
 
-The lock belongs to the process. The system takes it back when the process ends, however it ends, so none is left behind
-by a run that was killed.
+The lock belongs to the process. The system takes it back when the process ends, by any end, so a killed run leaves no
+lock.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _HELD = (errno.EWOULDBLOCK, errno.EACCES)
 def held(folder: Path) -> Iterator[None]:
     """Keep all other runs out of `folder` for the length of the block; makes the folder where there is none.
 
-    A file system that knows no locks keeps nobody out.
+    A file system without locks excludes no process.
 
     Raises:
         ConfigError: Another run holds it.

@@ -114,7 +114,7 @@ class LocalRanks:
         damaged: Damaged,
         *args: Any,
     ) -> list[T]:
-        """As `call`, with a new process for each that dies; the arguments are those of `run_replaced`."""
+        """As `call`, with a new process for each that dies; see `run_replaced` for the arguments."""
         return run_replaced(function, self._infos(), restarts, log, damaged, *args)
 
 

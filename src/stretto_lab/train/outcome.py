@@ -57,8 +57,9 @@ class Outcome:
     """Over all ranks, from the end of the warm-up to the last update that the loop received; None where there are
     not two updates to measure between."""
     exposed_seconds: float | None
-    """Time in which the compute lane waited for communication, in the updates made here; None where the method
-    cannot tell."""
+    """Time in which the compute lane waited for communication, in the updates made here; None if the method does not
+    report it.
+    """
     lane_seconds: float | None
     """Time in which the communication lane was busy, in the updates made here; None as above."""
     sent_bytes: int
@@ -133,7 +134,7 @@ def prepare_run_folder(
 
     Args:
         run: The run; one without a folder leaves no files.
-        command: What was written on the command line, to be kept with the configuration.
+        command: The command line, to keep with the configuration.
         device: Where the models of this machine's ranks live.
 
     Raises:

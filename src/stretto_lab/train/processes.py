@@ -1,7 +1,7 @@
-"""Processes that a command starts: none of them outlives it, and the one that fails first is told.
+"""Processes that a command starts: none of them outlives it, and the first failure is reported.
 
-A process ends when its block is left, by whatever error or stop signal, and when the command that started it has ended,
-even by SIGKILL. What it sends comes through a pipe that only it and the command hold.
+A process ends when its block ends, by any error or stop signal, and when the command that started it has ended, even
+by SIGKILL. What it sends comes through a pipe that only it and the command hold.
 """
 
 import multiprocessing
@@ -29,7 +29,7 @@ seconds."""
 FIRST = ("stretto_lab.train.orphan",)
 """What the server imports before all that, so that it does not outlive a command that is killed meanwhile."""
 STOPS = (signal.SIGTERM, signal.SIGHUP)
-"""What asks a command to end, beside Ctrl-C."""
+"""Signals that ask a command to end, besides Ctrl-C."""
 SAVING_SECONDS = 5.0
 """How long a process that is asked to end may take for what it has still to write; then it is killed."""
 
@@ -66,21 +66,21 @@ class Worker:
 class Workers:
     """Starts processes, and ends them with its block.
 
-    Inside the block SIGTERM and SIGHUP raise SystemExit, as Ctrl-C raises KeyboardInterrupt, so that the block is left.
-    Behind it they do what they did before: they end the process, unless it is a command, which says so first.
+    Inside the block SIGTERM and SIGHUP raise SystemExit, as Ctrl-C raises KeyboardInterrupt, so that the block ends.
+    After the block they have their earlier effect: they end the process; a command prints a line first.
 
     Args:
-        preload: Modules that are imported once for all processes, beside `PRELOAD`.
+        preload: Modules that are imported once for all processes, in addition to `PRELOAD`.
     """
 
     children = threading.Lock()
-    """Of this process: to start one asks how others have ended, and of two threads that ask only one is told."""
+    """Of this process: a start asks how others have ended, and of two threads that ask only one gets the answer."""
 
     def __init__(self, *preload: str) -> None:
         self._context = _context(preload)
         self._workers: list[Worker] = []
         self.stop_signal: int | None = None
-        """The one that has come, where processes are let to land."""
+        """The signal that has come, if processes may finish their update."""
         self._may_land = False
 
     def start(self, body: Callable[..., None], *args: Any) -> Worker:
@@ -95,11 +95,15 @@ class Workers:
         return self._workers[-1]
 
     def let_land(self) -> None:
-        """All processes have been started, and may land; before that the first stop signal ends them at once."""
+        """All processes have been started, and may finish their update; before that the first stop signal ends them
+        at once.
+        """
         self._may_land = True
 
     def ask_to_land(self, number: int) -> None:
-        """Pass the first stop signal on to all processes, which may land and save (`Stops`); the second one raises."""
+        """Pass the first stop signal on to all processes, which may finish their update and save (`Stops`); the
+        second raises.
+        """
         is_first, self.stop_signal = self.stop_signal is None, number
         if not (is_first and self._may_land):
             self.raise_stop()
@@ -141,8 +145,8 @@ def supervised(*preload: str, lands: bool = False) -> Iterator[Workers]:
 
     Args:
         preload: Of `Workers`.
-        lands: Pass the first stop signal on, so that the processes may land and save, and raise it when the block has
-            ended, by whatever; the second one ends all at once.
+        lands: Pass the first stop signal on, so that the processes may finish their update and save, and raise it
+            when the block has ended; the second ends all at once.
     """
     workers = Workers(*preload)
     with _stopped_by_signals(workers if lands else None):
@@ -195,7 +199,9 @@ def _run(body: Callable[..., None], pipe: Connection, args: tuple[Any, ...]) -> 
 
 
 class Stops:
-    """Whether a stop signal has come to this process, which continues: who asks now and then can land and save."""
+    """Whether a stop signal has come to this process, which continues: a loop that asks now and then can finish its
+    update and save.
+    """
 
     def __init__(self) -> None:
         self.has_come = False
@@ -216,7 +222,7 @@ def _unhandled() -> list[signal.Signals]:
 
 
 def exit_by(number: int, frame: FrameType | None) -> None:
-    """Handle a stop signal in a command: what is in progress is undone, and the exit code says which signal came.
+    """Handle a stop signal in a command: unfinished work is undone, and the exit code says which signal came.
 
     Raises:
         SystemExit: Always.

@@ -268,7 +268,7 @@ def _placed_anew(task: Task, run: RunConfig[TaskT], term: Term, total: int | Non
 
 
 def _begin_together(context: RankContext) -> None:
-    """Wait until all ranks are here: no clock of theirs starts before.
+    """Wait until all ranks are here: no clock starts before.
 
     A broadcast lets its root go as soon as the buffers of its sockets have taken the last megabyte. On a slow link the
     others arrive seconds later. Without this, the first exchange would wait for them within the training time: of one
@@ -338,7 +338,7 @@ class Loop:
     handle: Handle
     budget: Budget | None
     observers: Sequence[Observer]
-    """Rank 0 tells them of every update, evaluation and incident; others have none."""
+    """Rank 0 passes every update, evaluation and incident to them; other ranks have none."""
     stopwatch: Stopwatch
     stops: Stops | None
     """Where a stop signal lets the run save and end; None on all ranks or on none."""
@@ -350,7 +350,7 @@ class Loop:
         self.arrivals: list[tuple[float, int]] = []
 
     def train(self, warmup_updates: int, baseline_bytes: int) -> Outcome:
-        """Train from the first evaluation to the last, or to a stop signal; commit what is left, save, and look."""
+        """Train from the first evaluation to the last, or to a stop signal; commit the rest, save, and look."""
         if not self.evaluations:
             self._evaluate()
         last = None if self.budget is None else self.budget.last_update(self.handle.steps)
@@ -496,7 +496,7 @@ def _is_due(step: int, every: int | None) -> bool:
 
 
 def title_of(run: RunConfig[TaskT], world_size: int, device: str, *, is_whole: bool = False) -> str:
-    """Return what is trained where, in one line; `is_whole` with every option of the strategy."""
+    """Return recipe, strategy and workers in one line; `is_whole` with every option of the strategy."""
     workers = "1 worker" if world_size == 1 else f"{world_size} workers"
     arm = parse_arm(run.strategy)
     if run.shard > 1:
@@ -527,7 +527,7 @@ def _observers(
     progress: Progress | None,
     injector: Injector,
 ) -> Iterator[Sequence[Observer]]:
-    """Yield who hears of the run on this rank: but for strikes, nobody but on rank 0."""
+    """Yield the observers of the run on this rank: except for strikes, only rank 0 has any."""
     observers: list[Observer] = []
     with ExitStack() as opened:  # one whose file is damaged must not leave the others open
 

@@ -12,7 +12,7 @@ from stretto_lab.train.workers import RankInfo, announce, work
 
 T = TypeVar("T")
 Damaged = Callable[[int, CorruptionError, int], None]
-"""Is told of a worker by its number, of what it has raised, and of how many continue."""
+"""Called with a worker's number, its error, and the number of workers that continue."""
 
 
 def run_replaced(
@@ -23,7 +23,7 @@ def run_replaced(
     damaged: Damaged,
     *args: Any,
 ) -> list[T]:
-    """Call `function(info, *args)` in one process per info, and again in a new one for each that dies.
+    """Call `function(info, *args)` in one process per info, and again in a new process for each that dies.
 
     Args:
         function: Importable, like its arguments and result picklable. The ranks in it have to survive a loss.
@@ -34,10 +34,10 @@ def run_replaced(
         args: The same for every rank.
 
     Returns:
-        The results of those that have lived to the end, in the order in which they were started.
+        The results of the workers that have lived to the end, in the order in which they were started.
 
     Raises:
-        WorkerFailed: One has raised an error, and it was not that guards have named it alone; or none is left. All
+        WorkerFailed: One has raised an error, and it was not that guards have named it alone; or none remains. All
             other processes have ended too.
     """
     with supervised(lands=True) as workers:

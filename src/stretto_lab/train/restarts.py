@@ -1,6 +1,6 @@
 """Restarts: a run that damage has ended continues from its last checkpoint, without the ranks that caused it.
 
-A checkpoint of a guarded run is free of damage that guards can see: they check what is saved, and a checkpoint is
+A checkpoint of a guarded run is free of damage that guards can see: they check the saved values, and a checkpoint is
 compared with its checksums when it is read.
 """
 

@@ -30,10 +30,10 @@ def placed(task: Task, job: Job[TaskT], device: torch.device, term: Term | None 
         term: Of a job that survives the loss of ranks.
 
     Returns:
-        What has the meshes `node` and `shard` by name, or None where every rank holds a whole model.
+        A mesh with the dimensions `node` and `shard`, or None where every rank holds a whole model.
 
     Raises:
-        ConfigError: The model has batch normalisation, whose statistics nobody averages inside a node.
+        ConfigError: The model has batch normalisation, whose statistics are not averaged inside a node.
     """
     model = task.model
     if job.shard == 1:

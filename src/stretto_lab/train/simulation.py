@@ -25,15 +25,15 @@ from stretto_lab.train.workers import device_of
 from stretto_lab.virtual import Compute, Results, VirtualCluster, VirtualGroup, parse_network
 
 TRACE = "trace.jsonl"
-"""What every rank did and when; the other files are those of any run."""
+"""The trace of every rank; the other files are as of any run."""
 DEFAULT_UPDATES = 20
-"""Length of a run whose end nobody chose; a virtual one costs more time than it tells."""
+"""Default length of a run; a virtual run takes more real than virtual time."""
 _NANOSECONDS_PER_MILLISECOND = 1e6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SimulateConfig(Training[TaskT]):
-    """What is trained on which virtual cluster."""
+    """The recipe and its virtual cluster."""
 
     strategy: str = "zero1"
     """ddp, zero1, dpu, wp, acco, average, local, diloco, paft-sync or paft-dyn; settings after colons as for `stretto
@@ -54,8 +54,8 @@ class SimulateConfig(Training[TaskT]):
     jitter: float = 0.0
     """Share by which work costs more or less; drawn from the seed."""
     seed: int = 0
-    """Decides initial parameters and all draws; and whose turn it is among ranks that are ready at the same instant.
-    Not negative."""
+    """Decides initial parameters and all draws; and the order of ranks that are ready at the same instant. Not
+    negative."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """Where the models of all ranks live; auto takes a CUDA device where there is one. Times are virtual on all."""
     updates: int | None = None
@@ -66,7 +66,7 @@ class SimulateConfig(Training[TaskT]):
     """Damage done on purpose, to rehearse: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3, or
     with rank=all; see the page guards."""
     evaluate_every: int | None = None
-    """Updates between evaluations of the held-out loss, beside those before and after the run."""
+    """Updates between evaluations of the held-out loss, besides the evaluations before and after the run."""
     run_dir: str | None = None
     """Folder for config, records, trace and model; None writes no files."""
 
@@ -127,7 +127,8 @@ class SimulateConfig(Training[TaskT]):
 
 
 def simulate(simulation: SimulateConfig[TaskT], *, shows_progress: bool = False) -> Results[Outcome]:
-    """Run `simulation`, show how far rank 0 is if told to, and return the outcome of every rank; all times are virtual.
+    """Run `simulation`, show the progress of rank 0 if asked, and return the outcome of every rank; all times are
+    virtual.
 
     Raises:
         ConfigError: Settings contradict each other, or the folder holds a run already.

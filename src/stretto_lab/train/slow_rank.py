@@ -51,7 +51,7 @@ def slow_down(
     now: Callable[[], float] = time.perf_counter,
     wait: Wait = time.sleep,
 ) -> None:
-    """Make a rank slow from now on, if it is one of those that shall be.
+    """Make a rank slow from now on, if it is one of the slow ranks.
 
     Args:
         handle: Of this rank.
@@ -61,7 +61,7 @@ def slow_down(
         wait: Lets as many seconds of that clock pass.
 
     Raises:
-        ConfigError: The job is a stock method's, which tells nobody of its micro-batches.
+        ConfigError: The job is a stock method's, which does not report its micro-batches.
     """
     if not slow:
         return

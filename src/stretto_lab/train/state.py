@@ -1,4 +1,4 @@
-"""What a run reads, and what it saves beside model and optimizer to continue from there."""
+"""The data of a run, and the state that it saves besides model and optimizer."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ def slowed(
     rank: int,
     group: dist.ProcessGroup | None = None,
 ) -> ResumableLoader[Batch]:
-    """Return the task's loader, slowed down where the run says so; the arguments are those of `loader_of`."""
+    """Return the task's loader, slowed down if the run says so; see `loader_of` for the arguments."""
     store = SlowStore.parse(run.slow_loader)
     if store is None:
         return loader
@@ -73,7 +73,7 @@ def slowed(
 def reshard_loader(
     states: Sequence[dict[str, Any]], rank: int, world_size: int, update: int | None = None
 ) -> dict[str, Any]:
-    """Return the loader state for `rank` of `world_size`, from those of all ranks of the saved run.
+    """Return the loader state for `rank` of `world_size`, from the states of all ranks of the saved run.
 
     As `recipes.reshard`. Batches that an echo still holds are dropped with their remaining uses.
     """
@@ -106,7 +106,7 @@ class TrainState:
     """What could not be continued exactly; not saved."""
 
     def extra(self) -> dict[str, Any]:
-        """Return what is saved of it beside model, optimizer and loader."""
+        """Return its saved state besides model, optimizer and loader."""
         extra = dataclasses.asdict(self)
         del extra["incidents"], extra["notes"]
         return extra
@@ -118,11 +118,10 @@ class TrainState:
         """Load what ranks have in memory, or the last sound checkpoint, if there is one; all ranks must call.
 
         Args:
-            run: What is trained.
-            task: Its model and loader.
+            run: The configuration. task: Its model and loader.
             parallel: Its job.
             memory: Of a job that survives the loss of ranks.
-            total: Micro-batches of all ranks together in an update, where ranks may have unequally many.
+            total: Micro-batches of all ranks together in an update, if ranks may have unequally many.
 
         Raises:
             TornCheckpoint: There are checkpoints, and all of them are damaged; or no state in memory is whole.

@@ -61,8 +61,8 @@ def host_store(host: str, port: int) -> TCPStore:
     A store for ranks of this machine alone listens where no other machine reaches it. Any other listens at all
     addresses, because `host` may be a name that only the other machines know.
 
-    Torch's store looks up the name of whoever connects, and answers nobody meanwhile: seconds, where no resolver does.
-    It takes a loopback address from the system's table of hosts, but only where it listens for IPv4 alone.
+    Torch's store looks up the name of each client, and answers no client meanwhile: for seconds, if there is no
+    resolver. It takes a loopback address from the system's table of hosts, but only where it listens for IPv4 alone.
     """
     if not _is_loopback(host):
         return TCPStore(host, port, is_master=True, wait_for_workers=False)
@@ -180,7 +180,7 @@ def described_device(device: torch.device, kind: DeviceKind, local_world_size: i
 T = TypeVar("T")
 
 TELLING_SECONDS = 1.0
-"""How long is waited until the other ranks have been told of one that died: the store may be ours, and end with us."""
+"""How long to wait until the other ranks know of a dead rank: the store may be in this process, and end with it."""
 GRACE_SECONDS = 5.0
 """How long the other ranks may take to notice a failure and report it; then they are killed. They look for failures
 once a second, and may have to find out whom to blame, which takes two and a half (`stretto.engine.failures`)."""
@@ -197,7 +197,7 @@ class Failure:
     damage: CorruptionError | None = None
     """The error, where damaged values are the cause."""
     silent: tuple[int, ...] = ()
-    """Ranks that have stopped answering: nobody need wait for their report."""
+    """Ranks that have stopped answering: their report is not awaited."""
 
 
 def run_workers(function: Callable[..., T], infos: Sequence[RankInfo], *args: Any) -> list[T]:
@@ -249,7 +249,9 @@ def _silent(failures: Mapping[int, Failure]) -> set[int]:
 
 
 def _report(worker: Worker, info: RankInfo, told: list[threading.Thread]) -> tuple[bool, Any]:
-    """Return whether a rank succeeded, with its result or failure; `told` takes who tells the others of its end."""
+    """Return whether a rank succeeded, with its result or failure; `told` receives the process that informs the
+    others of its end.
+    """
     try:
         succeeded, report = worker.receive()
     except WorkerFailed as failure:
@@ -261,7 +263,7 @@ def _report(worker: Worker, info: RankInfo, told: list[threading.Thread]) -> tup
 
 
 def announce(info: RankInfo, how: str) -> None:
-    """Tell the other ranks that this one has ended, and how."""
+    """Inform the other ranks that this rank has ended, and how."""
     number = info.rank if info.seat is None else info.seat
     with suppress(RuntimeError):  # the store has ended with it
         announce_death(store_of(info, timedelta(seconds=GRACE_SECONDS)), number, how)
