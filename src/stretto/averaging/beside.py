@@ -1,14 +1,14 @@
-"""A second lane of one rank's job, for what is sent beside the user's thread while that continues stepping."""
+"""A second lane of one rank's job, which sends while the user's thread continues stepping."""
 
 from stretto.engine.runtime import Runtime, RuntimeOver
 
 
 class WithLaneBeside(RuntimeOver):
-    """A runtime that ends together with a lane beside it.
+    """A runtime that ends together with a second lane.
 
     Args:
         runtime: Of the job's rounds.
-        beside: Performs what is handed to it there, one piece after the other.
+        beside: Performs its pieces of work there, one after the other.
     """
 
     def __init__(self, runtime: Runtime, beside: Runtime) -> None:

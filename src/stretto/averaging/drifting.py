@@ -1,7 +1,6 @@
-"""Replicas that step with the same gradient: equal, until damage that nobody sees lets one drift away.
+"""Replicas that step with the same gradient: equal, until unseen damage lets one drift away.
 
-Note [Reunion]
-    Rank r has stepped with what it holds of the reduced gradient, and its masters are θ_r. All ranks tell each other a
+Note [Reunion] Rank r has stepped with its copy of the reduced gradient, and its masters are θ_r. All ranks exchange a
     digest of θ_r and whether it is finite:
 
         all digests are equal       nothing is sent; the mean of equal values is that value, which a sum of M
@@ -9,7 +8,7 @@ Note [Reunion]
         H ranks are finite          θ_r ← Σ_q finite fl(θ_q · fl(1/H))    on every rank, the others included
         no rank is                  `NonFinite` on all ranks
 
-    A replica that is skipped has lost its optimizer's state too, so then the state is averaged whatever is asked.
+    A replica that is left aside has lost its optimizer's state too, so then the state is averaged in any case.
 """
 
 import functools
@@ -44,7 +43,7 @@ _CONDITION = np.dtype([("digest", "<u8"), ("is_finite", "?"), ("product", "<f8")
 class DriftingReplica(Replica):
     """One rank's replica among others that should be the same.
 
-    Args are those of `Replica`; all ranks own everything.
+    The arguments are as for `Replica`; all ranks own everything.
 
     Args:
         probe: Coordinates at which ranks are compared at an average; 0 compares nothing.
@@ -76,7 +75,7 @@ class DriftingReplica(Replica):
         return reduction
 
     def sum_up(self, round: Round) -> tuple[Slices, bool]:
-        """Sum the gradients of `round` over ranks, and look at what was sent, which may be overwritten soon."""
+        """Sum the gradients of `round` over ranks, and measure the sent gradients, which may be overwritten soon."""
         sums, is_torn = super().sum_up(round)
         if self._probe is not None:
             feedback, contribution = self.exchange.feedback, round.contribution
@@ -185,7 +184,7 @@ class DriftingReplica(Replica):
 
     @functools.cached_property
     def _scratch(self) -> list[Tensor]:
-        """For averages beside the gradients of an update, whose buffer is filling."""
+        """For averages during the gradients of an update, whose buffer is filling."""
         return GradientBuffer(self.sharded.layout).flats
 
     def _compare(self, *, state: bool, product: float = 0.0) -> NDArray[np.void]:
@@ -218,7 +217,7 @@ class DriftingReplica(Replica):
     def _divergence(
         self, probe: GradientProbe, conditions: NDArray[np.void], before: Sequence[Tensor]
     ) -> Divergence:
-        """End an interval of the probe, and return what there is to tell of it; equal replicas send nothing for it."""
+        """End an interval of the probe, and return its results; equal replicas send nothing for it."""
         if _alike(conditions):
             probe.conclude(conditions["product"], None)
             distances = gradient_norms = np.zeros(len(conditions))
@@ -248,7 +247,7 @@ class DriftingReplica(Replica):
 
 
 def _probed(numel: int) -> np.dtype[np.void]:
-    """Return the layout of what a rank tells of its probe."""
+    """Return the layout of a rank's report of its probe."""
     return np.dtype([("distance", "<f8"), ("gradient_norm", "<f8"), ("received", "<f4", (numel,))])
 
 

@@ -1,25 +1,26 @@
-"""Replicas that step alone, and whose fragments leave for a mean or an outer step, and land now or some updates later.
+"""Replicas that step alone, and whose fragments are sent for a mean or an outer step, and arrive now or some updates
+later.
 
-What is alone is a worker: a rank, or the ranks of a node, which step alike (`stretto.averaging.worker`). A fragment is
-all of the parameters or a part. Each rank reports at a departure everything that it has contributed since the one
-before, and its share of the weight is its share of the mean.
+A worker steps alone: a rank, or the ranks of a node, which step alike (`stretto.averaging.worker`). A fragment is all
+of the parameters or a part. Each rank reports at a departure everything that it has contributed since the one before,
+and its share of the weight is its share of the mean.
 
-Note [One fragment in progress]
-    A fragment leaves at the end of one update and lands at the end of the same or of a later one, before the next one
-    leaves. What it carries is copied when it leaves. Where it may be sent for longer than an update, it does so on a
-    lane beside the user's thread. There ranks gather the reports of the round in which it left, average the model's
-    buffers and take the outer step. The landing makes all of that known here: so at a landing, and not at a departure,
-    ranks learn of each other. Nobody else uses the group in between: whatever needs it waits until the fragment has
-    arrived (`_arrive`), which changes nothing that the model shows. What does not go through the replica, such as the
-    messages of checkpoints, calls `wait_for_transfers` before.
+Note [One fragment in progress] A fragment departs at the end of one update and arrives at the end of the same or of a
+    later update, before the next departure. Its values are copied at the departure. If it may be in flight for longer
+    than an update, a second lane sends it while the user's thread computes. There ranks gather the reports of the
+    round of its departure, average the model's buffers and take the outer step. The arrival makes all of that known
+    here: so at an arrival, and not at a departure, ranks learn of each other. No other code uses the group in
+    between: other messages wait until the fragment has arrived (`_arrive`), which changes nothing that the model
+    shows. Messages that do not pass through the replica, such as those for checkpoints, call `wait_for_transfers`
+    before.
 
-Note [The end of one rank]
-    That its data end is known to a rank alone, and one whose loader has a length knows it earlier than others. So
-    nothing that it does among the others may follow from that: it steps, launches as planned and reports its last
-    update as if more were to come, because the others may settle or save there. Only then, in its own round that
-    holds nothing, it says so, lands what is in progress, and waits for the others at their next departure. If none of
-    them has a departure to make, all have come to the end, and all replicas are replaced by their mean. Anchor and
-    velocity stay as they are: should training continue, the next outer step finds the whole way from the anchor.
+Note [The end of one rank] Only a rank itself knows that its data end, and a rank whose loader has a length knows it
+    earlier than others. So its behaviour among the others may not depend on that: it steps, launches as planned and
+    reports its last update as if more were to come, because the others may settle or save there. Only then, in an
+    empty round, it says so, completes the fragment in flight, and waits for the others at their next departure. If
+    none of them has a departure to make, all have reached the end, and all replicas are replaced by their mean.
+    Anchor and velocity are not changed: should training continue, the next outer step finds the whole way from the
+    anchor.
 """
 
 import dataclasses
@@ -62,11 +63,11 @@ class SinceDeparture:
 
 @dataclasses.dataclass(slots=True)
 class Trip:
-    """What one departure has brought."""
+    """The results of one departure."""
 
     fragment: int
     has_left: bool
-    """Whether a mean was taken: not where nobody has contributed anything since the fragment left last."""
+    """Whether a mean was taken: not if no rank has contributed since the fragment's last departure."""
     is_end: bool
     """Whether no rank had a departure to make."""
     round_index: int
@@ -74,7 +75,7 @@ class Trip:
     report: RoundReport
     """Of all rounds from the departure before to this one."""
     snapshot: list[Buffer]
-    """The model's buffers on this rank when it left, with what had landed in that round."""
+    """The model's buffers on this rank at the departure, with the arrivals of that round."""
     averages: dict[int, Buffer]
     """Their averages over ranks, by index."""
 
@@ -82,9 +83,9 @@ class Trip:
 class LocalReplica(Replica):
     """One rank's replica among others that step with their own gradients.
 
-    Args are those of `Replica`, and:
-        worker: The ranks that step this replica alike.
-        fragments: Into how many the parameters are cut for outer steps; 0 takes none, and all leave for their mean.
+    The arguments are as for `Replica`, and: worker: The ranks that step this replica alike.
+        fragments: The number of fragments of the parameters for outer steps; 0 takes none, and all are averaged
+            together.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class LocalReplica(Replica):
         return {**super().performers, Look: self._look, Launch: self._launch, Land: self._land}
 
     def reduce(self, round: Round) -> Reduction:
-        """Take the gradients of this rank's worker; nobody else is asked."""
+        """Take the gradients of this rank's worker, without a message to other workers."""
         exchange, progress = self.exchange, self.progress
         finite = round.look_at_gradients()  # before others' gradients are added
         flats, feedback = round.buffer.flats, exchange.feedback
@@ -290,7 +291,7 @@ class LocalReplica(Replica):
 
     @property
     def _is_under_way(self) -> bool:
-        """Whether a fragment has left that has not landed."""
+        """Whether a fragment is in flight."""
         return self._under_way is not None or self._arrived is not None
 
     def _arrive(self) -> Trip:
@@ -350,7 +351,7 @@ class LocalReplica(Replica):
         return SinceDeparture(bytearray(len(self.sharded.layout.slots)))
 
     def _buffers(self, flight: Flight) -> tuple[list[Buffer], bytes]:
-        """Return the model's buffers with what has landed in this round, and a byte each: changed since they met?"""
+        """Return the model's buffers with the arrivals of this round, and a byte each: changed since they met?"""
         round, averages = flight.round, flight.reduction.statistics
         landed = moved(round.statistics, flight.snapshot, averages, round.first)
         buffers: list[Buffer] = [landed.get(index, value) for index, value in enumerate(round.statistics)]
@@ -375,7 +376,7 @@ class LocalReplica(Replica):
                 yield f"fragment {index}, set {number}", anchor
 
     def outer_state(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield velocity, debts and losses of fragments that are at rest, each with its kind and its name."""
+        """Yield velocity, residuals and losses of fragments that are at rest, each with its kind and its name."""
         for index, fragment in self._at_rest():
             kinds = {"velocity": fragment.velocity, "error memory": [*fragment.exchange.owed, *fragment.lost]}
             for kind, tensors in kinds.items():
@@ -408,7 +409,7 @@ class LocalReplica(Replica):
         return self._mean.consensus(self._weights.share(report), self._weights.share_of_state(report))
 
     def wait_for_transfers(self) -> None:
-        """Wait until the fragment that is in progress has arrived; it lands when it is due."""
+        """Wait until the fragment in flight has arrived; it is installed when it is due."""
         self._arrive()
 
     def begin_again(self) -> None:

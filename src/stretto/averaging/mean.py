@@ -6,8 +6,8 @@ Note [The mean]
         θ̄ ← Σ_r fl(θ_r · s_r)                              in rank order, in float32
         θ̄ ← θ̄ + fl(Σ_r wire((θ_r - θ̄) · s_r))              on a wire narrower than the masters
 
-    The second form sends what has changed: a 16-bit parameter would forget every change below 2^-9 of it, at every
-    mean. Both end with the same bits on all ranks, and on a lone rank the first changes nothing.
+    The second form sends changes: a 16-bit parameter would forget every change below 2^-9 of it, at every mean. Both
+    end with the same bits on all ranks, and on a lone rank the first changes nothing.
 """
 
 import copy
@@ -121,7 +121,7 @@ class ReplicaMean:
             torch._foreach_add_(masters, self.last)
 
     def _average_state(self, sharded: ShardedOptimizer, share: Share) -> None:
-        """In full width whatever the wire: a second moment changes by less, per update, than 16 bits resolve."""
+        """In full width on every wire: a second moment changes by less, per update, than 16 bits resolve."""
         flats = [
             torch.zeros(f.numel, dtype=torch.promote_types(f.dtype, torch.float32), device=f.device)
             for f in self._layout.sets
@@ -151,7 +151,7 @@ class ReplicaMean:
 
 
 class Whole:
-    """All parameters as one fragment, which leaves and lands as the mean of all replicas, without an anchor.
+    """All parameters as one fragment, which is sent and arrives as the mean of all replicas, without an anchor.
 
     Args:
         exchange: Of the job.
@@ -166,7 +166,7 @@ class Whole:
         self._scratch: Sequence[Tensor] = ()
 
     def load(self, launch: Launch, flats: Sequence[Tensor]) -> None:
-        """Use `flats` on the way; nothing is copied, because it lands in the same update."""
+        """Use `flats` on the way; nothing is copied, because it arrives in the same update."""
         self._scratch, self.averages_state = flats, launch.state
 
     def travel(self, share: float, launch: Launch) -> None:

@@ -34,15 +34,15 @@ from stretto.strategies.contract import Launch
 
 
 class Fragment:
-    """A part of the parameters that leaves and lands as one: whole buckets, with its own exchange.
+    """A part of the parameters that is sent and arrives as one: whole buckets, with its own exchange.
 
-    Memory: the anchor; the owner's share of the velocity; while it is in progress, what it carries. On a packed wire
-    what the rank owes, and the owner's share of what the wire has lost.
+    Memory: the anchor; the owner's share of the velocity; while it is in flight, its values. On a packed wire the
+        rank's residual, and the owner's share of the wire's losses.
 
     Args:
-        exchange: Of the job; nobody else uses its group while the fragment is sent.
+        exchange: Of the job; no other code uses its group while the fragment is in flight.
         sharded: The job's masters, all of them on every rank.
-        members: Which buckets it is made of.
+        members: Its buckets.
         changed: The format in which the owner's changes are sent.
     """
 
@@ -54,7 +54,7 @@ class Fragment:
         self._layout = _layout_of(sharded, members)
         self.exchange = exchange.over(self._layout)
         self._carried: list[Tensor] = []
-        """What is sent, one tensor per flat set, until it has landed; empty at rest."""
+        """The sent values, one tensor per flat set, until the arrival is installed; empty at rest."""
         self._left: list[Tensor] = []
         """The masters as they were when it left, where progress since is kept."""
         self.anchor = self._new()
@@ -62,7 +62,7 @@ class Fragment:
         self.velocity = self._new_shares()
         """One tensor per bucket, for the slice that this rank owns."""
         self.lost = self._new_shares() if isinstance(changed, PackedWire) else []
-        """Likewise: what is still to be added to the anchor."""
+        """Likewise: values that must still be added to the anchor."""
         self._changed = changed.for_averages
         self._formats = [self._changed.values.of(flat.dtype) for flat in self._layout.sets]
         self._runs = list(self._batches())
@@ -95,7 +95,7 @@ class Fragment:
     """An outer step is one of the parameters alone."""
 
     def load(self, launch: Launch, flats: Sequence[Tensor]) -> None:
-        """Copy what is about to leave: the masters continue changing, and so does what `flats` hold."""
+        """Copy the values to send: the masters continue to change, and so do `flats`."""
         if launch.keeps_progress:
             self._left = [master.clone() for master in self._masters]
         self._carried = self._new()
@@ -110,7 +110,7 @@ class Fragment:
                 )
 
     def travel(self, share: float, launch: Launch) -> None:
-        """Take the outer step with what was loaded; all ranks must call, in the same order.
+        """Take the outer step with the loaded values; all ranks must call, in the same order.
 
         Args:
             share: This rank's part of the weight.
@@ -151,7 +151,7 @@ class Fragment:
         self._gather(carried)
 
     def land(self, mix: float) -> None:
-        """Mix the anchor, with what is kept of the progress since, into this rank's masters, of which `mix` stays."""
+        """Mix the anchor, with the kept share of the progress since, into this rank's masters, of which `mix` stays."""
         targets = self.anchor_by_bucket
         if self._left:
             # The anchor, and what has been added since: in the memory of what is dropped here.
@@ -174,9 +174,7 @@ class Fragment:
         return {"trips": self._trips, **self._tensors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned on the same rank; another wire has nothing to owe, or nothing
-        lost.
-        """
+        """Continue from the `state_dict` of the same rank; another wire has no residual, or no losses."""
         self._left = [torch.zeros_like(master) for master in self._masters][: len(state["left"])]
         self._trips = state["trips"]
         for name, tensors in self._tensors.items():
@@ -213,7 +211,7 @@ class Fragment:
             (torch._foreach_add_ if is_narrow else torch._foreach_copy_)(before, arrived)
 
     def _batches(self) -> Iterator[tuple[bool, list[int]]]:
-        """Yield whether some members are sent narrow, and these, a few at a time for what is computed with them."""
+        """Yield whether some members are sent narrow, and these, a few at a time to limit memory."""
         for is_narrow, run in groupby(range(len(self._masters)), key=self._is_narrow):
             batch: list[int] = []
             size = 0

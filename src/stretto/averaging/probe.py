@@ -1,4 +1,4 @@
-"""What ranks can tell of the noise on their reduced gradients: its variance, and the norm of what is beneath it.
+"""Estimates of the noise on reduced gradients: its variance, and the norm of the gradient without it.
 
 Note [Signal and noise]
     In one update rank r sends G_r. Everyone should get S = Σ_q G_q, of weight W, and rank r holds S + E_r. Over the T
@@ -13,7 +13,8 @@ Note [Signal and noise]
     ‖S + E_r‖² / W² contains d·σ², which at a million coordinates is thousands of times the signal. Nor does it matter
     whether values are damaged on their way, at their arrival or in memory.
 
-    The variance is that of gradients. No optimizer has touched them, so none has to be known. It is no variance of
+    It is the variance of gradients, before any optimizer, so the estimate needs no knowledge of the optimizer. It is
+    no variance of
     replicas: those that differ although their gradients do not have been damaged elsewhere.
 """
 
@@ -34,7 +35,7 @@ _CHUNK, _CHUNK_OF_DEVICES = 2**16, 2**22
 """Elements that are multiplied at a time in float64: few enough to stay in a processor's cache, and enough to keep a
 device busy."""
 UPDATES = 16
-"""How many updates a conclusion is drawn from, at least: the error of the signal is 1/√16 of that of one update.
+"""How many updates a conclusion is drawn from, at least: the error of the signal is 1/√16 of the error of one update.
 Longer intervals are concluded from alone."""
 
 
@@ -96,7 +97,8 @@ def whole(products: NDArray[np.float64]) -> float:
 class GradientProbe:
     """Looks at the gradients of one rank, in every update, for Note [Signal and noise].
 
-    Costs a pass over what is sent and what is received, 8 bytes of memory per coordinate of the probe, and no message.
+    Costs a pass over the sent and the received gradients, 8 bytes of memory per coordinate of the probe, and no
+    message.
 
     Args:
         sharded: This rank's masters: all of them.
@@ -116,7 +118,7 @@ class GradientProbe:
         self._begin()
 
     def _begin(self) -> None:
-        """Forget what was seen since the last average."""
+        """Drop the measurements since the last average."""
         self._updates = 0
         self._product = torch.zeros((), dtype=torch.float64, device=self._sharded.masters[0].device)
         self._received = [place.double().zero_() for place in self.at(self._sharded.masters)]
@@ -128,7 +130,7 @@ class GradientProbe:
 
     @property
     def gradient_norm(self) -> float:
-        """2-norm of the mean gradient of this rank alone, as it was sent last; 0 for a rank without weight."""
+        """2-norm of the mean gradient of this rank alone, as last sent; 0 for a rank without weight."""
         return float(self._gradient_norm)
 
     @property

@@ -28,7 +28,7 @@ def empty_report(num_slots: int, changed: bytes, step: int) -> RankReport:
 
 
 def completed(report: RankReport, measured: Measured) -> RankReport:
-    """Return a rank's report with what was measured, for which the host waits once."""
+    """Return a rank's report with its measurements, for which the host waits once."""
     content = filled(RoundReport.pack(report), report.places(measured))
     record = np.frombuffer(content, record_dtype(len(report.used), len(report.changed)))[0]
     return dataclasses.replace(
@@ -59,7 +59,7 @@ def news(met: RoundReport, last: RoundReport, ranks: Sequence[int]) -> RoundRepo
     """Return the part of a meeting's report that `ranks`, those of one worker, have not reported before.
 
     Their records are reduced to their `last` round. The other ranks contribute everything since the last meeting, so
-    that every contribution is counted once. Losses are those of all ranks since then.
+    that every contribution is counted once. Losses cover all ranks since then.
     """
     records = met.records.copy()
     for field in _COUNTS:

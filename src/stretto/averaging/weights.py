@@ -26,10 +26,11 @@ class Weights:
         self._left_with = np.zeros_like(self._since)
         """What each rank had contributed when each fragment left last, or when all replicas became their mean."""
         self._differ = np.zeros(fragments, dtype=bool)
-        """Of each fragment: whether ranks hold their own values: it is in progress, or kept a part when it landed."""
+        """Of each fragment: whether ranks hold their own values: it is in flight, or they kept a part at its arrival.
+        """
 
     def depart(self, fragment: int, report: RoundReport) -> float | None:
-        """Let a fragment leave; return this rank's share of it, or None where nobody has contributed since.
+        """Send a fragment; return this rank's share of it, or None if no rank has contributed since.
 
         Args:
             fragment: Which one.
@@ -45,7 +46,7 @@ class Weights:
         return float(weights[self._rank]) / total
 
     def land(self, fragment: int, *, keeps_own: bool) -> None:
-        """A fragment has landed, and ranks may have kept their own part."""
+        """A fragment has arrived, and ranks may have kept their own part."""
         self._differ[fragment] = keeps_own
 
     def unite(self, report: RoundReport) -> None:
@@ -54,7 +55,7 @@ class Weights:
         self._since[:] = self._differ[:] = 0
 
     def begin_again(self) -> None:
-        """All ranks hold the same, and nobody has contributed anything since."""
+        """All ranks hold the same, and no rank has contributed since."""
         for counts in (self._since, self._left_with, self._differ):
             counts[:] = 0
 
@@ -72,7 +73,7 @@ class Weights:
         return self._shares(np.where(is_equal[:, np.newaxis], 0.0, self._contributed(report)))
 
     def share_of_state(self, report: RoundReport) -> list[float]:
-        """Return this rank's share of the mean optimizer state, by bucket: no landing makes states equal."""
+        """Return this rank's share of the mean optimizer state, by bucket: no arrival makes states equal."""
         return self._shares(self._contributed(report))
 
     def state_dict(self) -> dict[str, Any]:

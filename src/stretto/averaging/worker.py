@@ -121,7 +121,7 @@ class Node(Worker):
 
 
 def check_worker(strategy: Strategy, ledger: Ledger, options: Options) -> None:
-    """Check that it is known which ranks are a node, where a worker is one, and that nobody expects its sums verified.
+    """If a worker is a node, check that the ranks of nodes are known, and that its sums need not be verified.
 
     Raises:
         ConfigError: Not so.

@@ -18,7 +18,7 @@ def broadcast(exchange: Exchange, tensor: Tensor, source: int, what: str) -> Non
         exchange: Connects the ranks.
         tensor: On any device; as large on all ranks.
         source: The rank that sends.
-        what: What is waited for, in messages.
+        what: Name of the wait, for messages.
     """
     if tensor.numel() == 0:
         return

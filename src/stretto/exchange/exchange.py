@@ -56,7 +56,7 @@ def sum_in_rank_order(contributions: Tensor | Sequence[Tensor], total: Tensor) -
 
 
 class Exchange:
-    """Performs the collectives of one job on one process group that nobody else uses.
+    """Performs the collectives of one job on one process group that no other code uses.
 
     Buffers are one tensor per flat set, padded as the layout says. Reductions are an all-to-all and a sum by the owner:
     the wire volume is a ring's, the result does not depend on the topology, sums are at least float32 on any wire, and
@@ -72,16 +72,14 @@ class Exchange:
         that kept its own wider values would differ from all other ranks in every element.
 
     Args:
-        group: Used by nobody else.
-        layout: Of the buffers.
-        wire: The format of contributions, and of what else is sent.
+        group: Used by no other code. layout: Of the buffers. wire: The format of contributions and other values.
         wait: Waits for a collective, whose result the host needs.
         follow: Continues after a collective in the order of streams; None where works do not order them.
         numbers: How the job numbers the ranks of the group, where they are some of its ranks.
     """
 
     is_verified: ClassVar[bool] = False
-    """Whether what arrives is checked against what was sent."""
+    """Whether receivers check that values arrive undamaged."""
 
     def __init__(
         self,
@@ -110,7 +108,7 @@ class Exchange:
         self.sent_bytes = self.crossed_bytes = 0
         """Bytes this rank has sent to others since construction, and in sums and gathers to other nodes."""
         self.feedback = ErrorFeedback(layout, wire) if isinstance(wire, PackedWire) and wire.owes else None
-        """Errors of this rank's contributions; None where the wire owes none."""
+        """Errors of this rank's contributions; None if the wire keeps no residual."""
         self.padding, self.round_index = Padding(layout, self.rank), 0  # the index of what travels
         self.incidents: list[Incident] = []
         """Damage that a verified exchange has found and repaired; the code that reports an incident removes it."""
@@ -130,7 +128,7 @@ class Exchange:
         return type(self)(self.group, layout, self.wire.for_averages, *self.waits, self.numbers)
 
     def begin_round(self, index: int) -> None:
-        """Draw again for what is sent from now on, on wires that draw; all ranks call with the same number."""
+        """Draw again for later transfers, on wires that draw; all ranks call with the same number."""
         self.round_index = index
 
     def take_account(self, other: "Exchange") -> None:
@@ -150,7 +148,7 @@ class Exchange:
         self.sent_bytes += num_bytes
 
     def keep_gradients(self) -> None:
-        """Owe nothing of them: they never are sent to other ranks, so packing loses nothing."""
+        """Keep no residual: gradients are not sent to other ranks, so packing loses nothing."""
         self.feedback = None
 
     @property
@@ -159,12 +157,14 @@ class Exchange:
         return [] if self.feedback is None else self.feedback.owed
 
     def owe(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Owe what all the ranks owed that returned `states`; nothing, where there are none or the wire owes none."""
+        """Take over the residuals in `states`, of all ranks that returned them; none if there are none or the wire
+        keeps none.
+        """
         if self.feedback is not None:
             self.feedback.load_state_dicts(states)
 
     def settle(self) -> None:
-        """Remember what the last round has lost, and what is owed still; see `ErrorFeedback.settle`."""
+        """Keep the rounding errors of the last round, and the residual from before; see `ErrorFeedback.settle`."""
         if self.feedback is not None:
             self.feedback.settle()
 
@@ -293,9 +293,8 @@ class Exchange:
 
         Args:
             whole: Has this rank's slice at its position; overwritten.
-            index: Of the transfer: those in flight have scratch their own memory.
-            dtype: In which values are sent.
-            what: What is waited for, in messages.
+            index: Of the transfer: transfers in flight have separate scratch memory. dtype: In which values are sent.
+                what: Name of the wait, for messages.
         """
         arrived = whole
         if whole.dtype != dtype:
@@ -312,8 +311,7 @@ class Exchange:
             level: The ranks.
             index: Of the transfer.
             own: `(numel,)`; may be this rank's part of `whole`.
-            whole: `(ranks * numel,)`, overwritten.
-            what: What is waited for, in messages.
+            whole: `(ranks * numel,)`, overwritten. what: Name of the wait, for messages.
         """
         is_everyone = len(level.ranks) == self.world_size
         outgoing, copies = own, 1 if is_everyone else len(level.ranks)
@@ -360,7 +358,7 @@ class Exchange:
     def gather_bytes(self, record: bytes, places: Sequence[Place] = ()) -> list[bytes]:
         """Return every rank's `record`, in rank order; all records must have one length.
 
-        They are sent as int8, a dtype that no values use, so that an observer can tell records from values.
+        They are sent as int8, a dtype that no values use, so that an observer can distinguish records from values.
 
         Args:
             record: Of this rank.

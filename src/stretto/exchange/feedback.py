@@ -2,12 +2,11 @@
 
     send q(g_t + e_t),   e_{t+1} = g_t + e_t - q(g_t + e_t)
 
-Note [What counts]
-    Over any run, what a rank's owners have received plus what the rank still owes is what it has contributed to rounds
-    that counted. Two things must not change e: a round that is skipped, because its contributions count nowhere, and
-    a parameter that this rank has not used in the round, because nobody may have used it, and then nobody steps with
-    what is sent. So a rank adds and sends errors of the parameters that it has used, and only remembers the new errors
-    when the round's report is there.
+Note [What counts] Over any run, the values that a rank's owners have received plus the rank's residual e equal its
+    contributions to rounds that counted. Two things must not change e: a round that is skipped, because its
+    contributions count nowhere, and a parameter that this rank has not used in the round, because perhaps no rank has
+    used it, and then no rank steps with the sent values. So a rank adds and sends errors of the parameters that it
+    has used, and only remembers the new errors when the round's report is there.
 
 Source: Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of
 Speech DNNs".
@@ -23,13 +22,13 @@ from stretto.flat import Layout
 
 
 class ErrorFeedback:
-    """What one rank owes to the sums of its job. Memory: 4 bytes per parameter.
+    """One rank's residual of the sums of its job. Memory: 4 bytes per parameter.
 
     Args:
         layout: Of the contributions.
         wire: Packs them.
-        packed: Where this rank packs something else than its contribution: returns, for the index of a bucket and this
-            rank's contribution to it, what was packed last, and a view of the place of that in the contribution.
+        packed: If this rank packs something else than its contribution: returns, for the index of a bucket and this
+            rank's contribution to it, the last packed values, and a view of their place in the contribution.
     """
 
     def __init__(
@@ -112,16 +111,16 @@ class ErrorFeedback:
             self._sent = []
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what this rank owes, by parameter; views of its own tensors."""
+        """Return this rank's residual, by parameter; views of its own tensors."""
         return {
             slot.name: self.owed[slot.set_index][slot.start : slot.stop].view(slot.shape)
             for slot in self._layout.slots
         }
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Owe what all the ranks owed that returned `states`; nothing, if there are none.
+        """Take over the residuals in `states`, of all ranks that returned them; none if there are none.
 
-        Where the number of ranks has changed, each takes over the debts of several or of none.
+        Where the number of ranks has changed, each takes over the residuals of several or of none.
         """
         for owed in self.owed:
             owed.zero_()

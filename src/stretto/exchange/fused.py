@@ -1,4 +1,4 @@
-"""Formats that have their own kernels, beside torch's operations, which define them.
+"""Formats that have their own kernels, in addition to torch's operations, which define them.
 
 Those for NVIDIA GPUs are in Triton, which comes with PyTorch for CUDA, and those for processors in C. They are
 imported when a tensor on such a device is packed for the first time. Where they cannot be used, torch's operations do.
@@ -46,7 +46,7 @@ class FusedWire(PackedWire):
         """Do what `read` does."""
 
     def launch_lose(self, kernels: Any, values: Tensor) -> None:
-        """Do what `lose` does; where nothing is owed nobody calls it."""
+        """Do the same as `lose`; not called without a residual."""
         raise NotImplementedError
 
 

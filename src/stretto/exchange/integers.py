@@ -20,9 +20,9 @@ class IntegerWire(FusedWire):
     bits: ClassVar[int]
     """Of an integer."""
     zero: ClassVar[int]
-    """What is added to an integer, so that it is no negative number; 0 leaves its sign in its bits."""
+    """Offset that makes an integer non-negative; 0 keeps its sign in its bits."""
     word_bits: ClassVar[int]
-    """Of a word, and of what is stored of a scale."""
+    """Of a word, and of the stored part of a scale."""
     scale_bits: ClassVar[int]
     """Of a scale, with the leading one; see `block_scales`."""
     of_mean: ClassVar[bool] = False

@@ -1,14 +1,13 @@
 """Packing on a GPU, in a kernel or two per direction: what torch's operations do, to the bit.
 
-What a format is stands in its own file; here is its arithmetic once more. `stretto.exchange.fused` imports this file,
+Each format is defined in its own file; here is its arithmetic once more. `stretto.exchange.fused` imports this file,
 where a CUDA tensor is packed and there is Triton. A packed block is a row of words: integers, the first one in the
 lowest bits, and a scale in the last word.
 
-Note [The same bits]
-    Divisions round to nearest (`div_rn`), and nothing is contracted to a fused multiply-add (`_EXACT`). Adding
-    1.5 · 2^23 rounds to an integer, halves to even, which stands in the lowest bits of the sum. The largest of a block
-    is found among the bits of its values, where what is not a number is larger than infinity. Sums have the order of
-    `block_sums`.
+Note [The same bits] Divisions round to nearest (`div_rn`), and nothing is contracted to a fused multiply-add
+    (`_EXACT`). Adding 1.5 · 2^23 rounds to an integer, halves to even, which is then in the lowest bits of the sum.
+    The largest of a block is found among the bits of its values, where NaN is larger than infinity. Sums have the
+    order of `block_sums`.
 """
 
 from typing import Any
@@ -191,7 +190,7 @@ def pack_rotated(
     Args:
         values: `(numel,)`, contiguous.
         content: Bytes, overwritten.
-        drawn: Rᵀ, what is added to steps of each value of a block, and what is added to the first scale of a row.
+        drawn: Rᵀ, the random offsets of the steps of a block's values, and the offset of the first scale of a row.
         levels: The level of each cell, whose last bits are packed.
         rows: Equally long ones, each packed as if it were alone.
         numbers: The format.

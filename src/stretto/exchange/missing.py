@@ -12,7 +12,7 @@ _ENTRY = np.dtype([("index", "<u4"), ("sender", "<u4"), ("is_sum", "?")])
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Missing:
-    """A row that did not arrive as it was sent, or a sum of rows that came out wrong."""
+    """A row that arrived damaged, or a wrong sum of rows."""
 
     receiver: int
     sender: int

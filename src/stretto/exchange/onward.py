@@ -20,7 +20,7 @@ def passing_on(
     """Send bytes to another rank, and take those of all that send theirs to this one; all ranks must call.
 
     Args:
-        group: Of tensors in the host's memory; nobody else uses it meanwhile.
+        group: Of tensors in the host's memory; no other code uses it meanwhile.
         content: Of this rank.
         lengths: Of every rank's bytes.
         to: The rank to which each sends its own.

@@ -1,10 +1,10 @@
-"""How owners let all ranks know new parameters: as values, or as what has changed.
+"""How owners send new parameters to all ranks: as values, or as changes.
 
     values     b ← wire(θ)              on a plain wire
     changes    b ← b + wire(θ - b)      on a packed wire
 
-θ is what an owner has, and the anchor b what the models of all ranks show. An owner subtracts what everybody shows, so
-what packing loses of one change is a part of the next: nothing is owed, and ranks stay equal to the bit.
+θ is what an owner has, and the anchor b what the models of all ranks show. An owner subtracts what everybody shows,
+so what packing loses of one change is a part of the next: no residual is kept, and ranks stay equal to the bit.
 
 Source: weight differences as in Jia et al., "SDP4Bit: Toward 4-bit Communication Quantization in Sharded Data
 Parallelism for LLM Training".

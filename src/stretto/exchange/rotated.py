@@ -1,7 +1,8 @@
-"""Rotated wires: 1 to 4 bits for each value of a block, an estimate that is right on average, and nothing owed.
+"""Rotated wires: 1 to 4 bits for each value of a block, an unbiased estimate, and no residual.
 
-A block x of 64 values is turned by a random rotation R, so that its values look like draws from a normal distribution,
-whatever x is. Each is rounded to the nearest of the levels that are best for that distribution, q. A scale is sent too:
+A block x of 64 values is rotated by a random rotation R, so that its values look like draws from a normal
+distribution, for every x. Each is rounded to the nearest of the levels that are best for that distribution, q. A
+scale is sent too:
 
     y = R x,   q_j = the level nearest to y_j / σ,   s = ‖x‖² / ⟨y, q⟩;   received: x̂ = s Rᵀ q,   E x̂ = x
 
@@ -23,7 +24,7 @@ Note [Rotations]
     with H the Hadamard matrix, D random signs, drawn by rank and round, and Q uniform, drawn by round. A product with
     any rotation is uniform too. D lets errors of ranks differ that send the same. Every rank knows what others have
     drawn: a draw is a function of round and rank (`stretto.randomness`), and a checkpoint holds the number of rounds.
-    So one product with Q and one with H, with signs between them, turn back what all ranks have sent.
+    So one product with Q and one with H, with signs between them, rotate back the values of all ranks.
 
 Note [Exact products]
     The values of a block are rounded to 4000ths of its norm, up or down at random, so that they are right on average;
@@ -68,7 +69,7 @@ _RUNS = {1: ((0, 1),), 2: ((0, 2),), 3: ((0, 2), (2, 1)), 4: ((0, 4),)}
 """By the bits of a number: where in it runs of bits begin that fill bytes evenly, and how long they are."""
 _CELLS_OF_NORM = math.sqrt(_BLOCK) * _CELLS_OF_DEVIATION
 _GOLDEN = 40503
-"""2^16 divided by the golden ratio: however many steps of that there are, they are evenly."""
+"""2^16 divided by the golden ratio: any number of such steps is spread evenly."""
 _SEED = 0
 
 
@@ -77,9 +78,8 @@ class Rotated(FusedWire):
 
     Args:
         bits: Of a value, 1 to 4.
-        stream: What is sent; this and the rest say which rotation.
-        round_index: In which round.
-        ranks: By whom, for each of as many rows of equal length. Who packs has written all of them.
+        stream: Name of the transfer; this and the rest decide the rotation. round_index: Of the round. ranks: The
+            sender of each row; rows have equal length. A rank that packs has written all of them.
     """
 
     is_unbiased = True
@@ -133,7 +133,7 @@ class Rotated(FusedWire):
         packed[:, -2:].view(torch.int16).copy_(upper_half(_rounded(scales, step, count)))
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """Return levels times their scale, turned back."""
+        """Return levels times their scale, rotated back."""
         codes = _apart(packed[:, :-2], self._bits).to(torch.int32)
         levels = _levels(self._bits, packed.device).index_select(0, codes.view(-1)).view_as(codes)
         drawn = self._of_all(packed.device)
@@ -157,7 +157,7 @@ class Rotated(FusedWire):
         return values.view(-1)
 
     def _own(self, device: torch.device) -> tuple[Tensor, Tensor, int]:
-        """Return what a sender draws: Rᵀ, what is added to steps before they are cut off, and the same of a scale."""
+        """Return the draws of a sender: Rᵀ, the offsets of steps before they are cut off, and the offset of a scale."""
         rank = self._ranks[0]
         return *_rotation(*self._drawn, rank, device), _draw("scales", *self._drawn, rank) % 2**16
 
@@ -171,8 +171,7 @@ def _rounded(scales: Tensor, first: int, count: int) -> Tensor:
     """Return scales rounded to bf16, which is right on average; infinite ones become the largest one.
 
     Args:
-        scales: `(n, 1)`, those of rows of `count` blocks.
-        first: What is added to the first of a row before it is cut off.
+        scales: `(n, 1)`, of rows of `count` blocks. first: Offset of the first of a row before it is cut off.
         count: Each row is rounded as if it were alone.
     """
     added = torch.arange(count, dtype=torch.int32, device=scales.device)
@@ -192,7 +191,7 @@ def _draw(what: str, stream: str, round_index: int, rank: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _rotation(stream: str, round_index: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return Rᵀ, `(64, 64)`, and what is added to the steps of each value of a block, `(64,)`: from 0 to 1."""
+    """Return Rᵀ, `(64, 64)`, and the offsets of the steps of each value of a block, `(64,)`: from 0 to 1."""
     signs = _signs(stream, round_index, (rank,), device)
     (rotation,) = rotations(_uniform(stream, round_index, device), signs, _hadamard(device))
     offsets = (np.arange(_BLOCK) * _GOLDEN + _draw("values", stream, round_index, rank) % 2**16) % 2**16

@@ -1,4 +1,4 @@
-"""Rows: what one rank sends to another of one bucket, with a seal, by which the receiver checks what has arrived.
+"""Rows: one rank's values of one bucket for another rank, with a seal, by which the receiver checks them.
 
 A row is the bytes of values and, behind them, their digest in eight more. Those of a bucket are written and looked at
 together, where they are: nothing here waits for a device.
@@ -16,7 +16,7 @@ from stretto.exchange.sums import Terms
 from stretto.exchange.wire import PlainWire, Wire
 
 SEAL_BYTES = 8
-"""A 64-bit digest; keeps the rows behind it aligned for any dtype."""
+"""A 64-bit digest; keeps the following rows aligned for any dtype."""
 _SENDER, _RECEIVER = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 
 
@@ -82,7 +82,7 @@ class Rows:
             self._numbers[row] = one
 
     def opened(self, seeds: Seeds) -> tuple[Digests, Digests]:
-        """Return the digests that seals hold, and those that the values have."""
+        """Return the digests in the seals, and the digests of the values."""
         digests = self._digests(seeds)
         if isinstance(digests, Tensor):
             # A copy: rows are written again soon.
@@ -104,5 +104,5 @@ class Rows:
 
 
 def seal_bytes(record: bytes, seed: int) -> bytes:
-    """Return a record with its seal behind it."""
+    """Return a record followed by its seal."""
     return record + xxhash.xxh3_64_intdigest(record, seed=seed).to_bytes(SEAL_BYTES, "little")

@@ -8,7 +8,7 @@ IN_FLIGHT = 4
 
 
 class Scratch:
-    """Reusable memory of the transfers of one exchange, which take turns in the order of their indices."""
+    """Reusable memory of the transfers of one exchange, which use it in the order of their indices."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}

@@ -13,7 +13,7 @@ _LOOKED_AT, _EVERY = 16, 256
 
 
 class Terms:
-    """What is summed over ranks, `(ranks, numel)` in rank order: all of it, by rank, and a sample to look at."""
+    """The terms of a sum over ranks, `(ranks, numel)` in rank order: all, by rank, and a sample for checks."""
 
     def __init__(self, values: Tensor) -> None:
         self.values, self.by_rank, self.sampled = values, values.unbind(), sampled(values)

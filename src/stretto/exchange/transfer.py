@@ -20,14 +20,14 @@ Transfer = Generator[Started, None, None]
 Barrier = Literal["barrier"]  # what comes next waits for all ranks: not within a backward pass
 Transfers = Generator[int | Started | Barrier, None, None]
 """The transfers of many buckets: also yields the index of each before it starts, and continues when its values are
-there. Whoever runs it decides only when: what it starts, and in which order, is the same on every rank."""
+there. Its caller decides only the moments: the collectives and their order are the same on every rank."""
 
 Change = Callable[[int], Tensor]
 """Returns what this rank has to add to its slice of a bucket, by the bucket's index."""
 Add = Callable[[int, Tensor], None]
 """Takes what all ranks add to a bucket, `(bucket.numel,)`, by its index."""
 Prepare = Callable[[int], None]
-"""Makes the values of a bucket, by its index, what is to be sent."""
+"""Prepares the values of a bucket, by its index, for sending."""
 
 Place = tuple[int, Tensor]
 """Bytes of a record that a device knows, `(n,)` int8, and where they begin."""

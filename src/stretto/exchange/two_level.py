@@ -45,15 +45,15 @@ def check_nodes(world_size: int, ranks_per_node: int) -> None:
 class TwoLevelExchange(Exchange):
     """An exchange in which only sums over a node, and what owners publish, cross between nodes.
 
-    Results are the same on all ranks and in every run. With one rank per node they are those of `Exchange` to the bit;
-    otherwise sums are associated in another way.
+    Results are the same on all ranks and in every run. With one rank per node they equal the results of `Exchange` to
+    the bit; otherwise sums are associated in another way.
 
     Args:
-        group: Used by nobody else; consecutive ranks are on one node.
+        group: Used by no other code; consecutive ranks are on one node.
         layout: Of the buffers.
         wire: The format in which contributions cross between nodes, and in which everything else is sent.
         wait: Waits for a collective.
-        ranks_per_node: L; errors are those of `check_nodes`.
+        ranks_per_node: L; raises as `check_nodes`.
         follow: Continues after a collective, or None, as in `Exchange`.
     """
 

@@ -56,9 +56,9 @@ class _Arrived(NamedTuple):
 class VerifiedExchange(Exchange):
     """An exchange in which every row is sent with its digest.
 
-    A *row* is what one rank sends to another of one bucket, on one level. Its *seal*, eight bytes behind it, is a
-    digest over the bytes and over what they are: which exchange, which bucket, from whom and for whom. A stale, swapped
-    or misrouted row thus counts as damaged, like a changed one.
+    A *row* is one rank's values of one bucket for another rank, on one level. Its *seal*, eight bytes after it, is a
+    digest over the bytes and over what they are: which exchange, which bucket, from whom and for whom. A stale,
+    swapped or misrouted row thus counts as damaged, like a changed one.
 
     Note [Sealed from the source, checked at the end]
         A receiver sums twice, compares to the bit, and checks the seals afterwards: a row that changed in its memory
@@ -66,14 +66,12 @@ class VerifiedExchange(Exchange):
         or a whole slice: so a sample of every sum has to be within its rounding of a sum in float64. Where a sum came
         out wrong, the same may also make single elements alike: when it is repeated, all are looked at.
 
-    Note [Repeats]
-        A *phase* is the sums of all buckets, or a gather of all. What the checks of its buckets have found stays on the
-        device until its end; the host reads it once. Then comes a small gather: how many rows and sums does each rank
-        miss? If none are missing, the phase is over. Otherwise every rank learns who misses what, and all ranks run the
-        transfers of those buckets again, on all levels: what was made of a damaged row on its way has was sent on in
-        sound ones. Until then sources stay as they are: the buffers that contributions are cut from, and an owner's
-        slice, of which no copy that has was sent is taken back. After `REPEATS` repeats every rank raises the same
-        error.
+    Note [Repeats] A *phase* is the sums of all buckets, or a gather of all. The results of its checks stay on the
+        device until its end; the host reads them once. Then comes a small gather: how many rows and sums does each
+        rank miss? If none are missing, the phase is over. Otherwise every rank learns who misses what, and all ranks
+        run the transfers of those buckets again, on all levels, because values from a damaged row may have been
+        passed on in undamaged rows. Until then sources are not changed: the buffers of contributions, and an owner's
+        slice, which no sent copy replaces. After `REPEATS` repeats every rank raises the same error.
     """
 
     is_verified = True
@@ -85,7 +83,7 @@ class VerifiedExchange(Exchange):
         self._records = 0
         """Round reports so far: part of every record's seal."""
         self._arrived: list[_Arrived] = []
-        """What has arrived in the present phase, or its repeat."""
+        """Rows that have arrived in the present phase, or its repeat."""
         self._held: dict[tuple[str, int, torch.device], Rows] = {}
         """Rows in scratch memory, by role and place in it, and device."""
         self._doubted: set[int] = set()
@@ -215,7 +213,7 @@ class VerifiedExchange(Exchange):
         self._arrived.append(_Arrived("sum", index, level.where, [self.rank], True, is_right))
 
     def _rows(self, role: str, index: int, kind: tuple[int, int, Wire], device: torch.device) -> Rows:
-        """Return memory for the rows of a transfer; `kind` is that of `Rows`."""
+        """Return memory for the rows of a transfer; `kind` is as in `Rows`."""
         key, (count, numel, wire) = (role, index % IN_FLIGHT, device), kind
         if (held := self._held.get(key)) is None or held.kind != kind:
             num_bytes = count * (wire.num_bytes(numel) + SEAL_BYTES)
@@ -223,7 +221,7 @@ class VerifiedExchange(Exchange):
         return held
 
     def _look(self) -> list[Missing]:
-        """Return what this rank misses of what has arrived, and report it; the host reads all of it at once."""
+        """Return the damaged rows of this rank, and report them; the host reads all results at once."""
         seen = [one for one in self._arrived if isinstance(one.found, Tensor) or one.found != one.expected]
         numbers = iter(on_host([one for row in seen for one in (row.expected, row.found)]))
         missing = []

@@ -22,31 +22,33 @@ class Wire(ABC):
     name: str
     """As `Options(wire=...)` and the command line call it."""
     is_unbiased: ClassVar[bool] = False
-    """Whether it draws random numbers such that what arrives is, on average over draws, what was sent."""
+    """Whether it draws random numbers such that, on average over draws, the received values equal the sent values."""
     fits_gradients: ClassVar[bool] = True
     """Whether gradients may be sent in it, and not only averages of replicas and changes of parameters."""
 
     @property
     @abstractmethod
     def values(self) -> "PlainWire":
-        """How parameters, sums and averages are sent: what is sent once has no later message to carry its error."""
+        """The format of parameters, sums and averages: a value that is sent once has no later message to carry its
+        error.
+        """
 
     @property
     def for_averages(self) -> "Wire":
-        """How replicas tell how far they have moved: in this format, or in one of as many bytes that learns better."""
+        """The format in which replicas send their changes: this format, or a format of as many bytes with a lower
+        loss.
+        """
         return self
 
     def drawn(self, stream: str, round_index: int, *ranks: int) -> Self:
         """Return the format of what ranks send of a stream in a round: this one, unless it draws random numbers.
 
-        These are a function of the arguments. So receivers know what a sender has drawn, and what is sent again is the
-        same.
+        These are a function of the arguments. So receivers know the draws of a sender, and a repeated transfer has
+        the same bits.
 
         Args:
-            stream: What is sent.
-            round_index: In which round.
-            ranks: By whom, for each of the equally long rows that are written or read at once. The bits of a row do
-                not depend on the others.
+            stream: Name of the transfer. round_index: Of the round. ranks: The sender, for each of the equally long
+                rows that are written or read at once. The bits of a row do not depend on the others.
         """
         return self
 
@@ -79,7 +81,7 @@ class Wire(ABC):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlainWire(Wire):
-    """Every value alone, in `dtype` or in the dtype that it is stored in, whichever is narrower."""
+    """Every value alone, in `dtype` or in its stored dtype if that is narrower."""
 
     name: str
     dtype: torch.dtype
@@ -108,7 +110,7 @@ class PlainWire(Wire):
 
 
 FP32 = PlainWire("fp32", torch.float64)
-"""All bits that there are: float32 values are sent in 32 bits, and those of a float64 model in 64."""
+"""All bits that there are: float32 values are sent in 32 bits, and float64 values in 64."""
 BF16 = PlainWire("bf16", torch.bfloat16)
 
 
@@ -162,7 +164,7 @@ class PackedWire(Wire):
         """Return the blocks, `(n, block)` in float32, that `packed`, `(n, block_bytes)` of uint8, holds."""
 
     def of(self, storage: torch.dtype) -> "PackedWire":
-        """Return the same format, whatever the dtype."""
+        """Return the same format for every dtype."""
         return self
 
     def kernels(self, tensor: Tensor) -> Any:
@@ -208,7 +210,7 @@ def block_scales(blocks: Tensor, largest: int, bits: int) -> Tensor:
     Args:
         blocks: `(n, block)`, float32. A block with a value that is not finite gets a scale that is not.
         largest: The largest integer |q|.
-        bits: Of the scale, with the leading one; together with those of `largest`, at most 24.
+        bits: Of the scale, with the leading one; together with the bits of `largest`, at most 24.
     """
     scales = blocks.abs().amax(-1, keepdim=True)
     # By a tensor: by a number, CUDA multiplies with its reciprocal, which may have other last bits.

@@ -114,7 +114,7 @@ class TorchDDPPowerSGD(TorchDDP):
 class Replicas(Peer):
     """A method whose ranks step alone, so that their replicas differ, and are averaged now and then.
 
-    A rank's gradient is the mean of its own micro-batches; correct if all of them have the same weight.
+    A rank's gradient is the mean of the rank's micro-batches; correct if all of them have the same weight.
     """
 
     @contextmanager
