@@ -8,7 +8,7 @@ Note [Reunion] Rank r has stepped with its copy of the reduced gradient, and its
         H ranks are finite          θ_r ← Σ_q finite fl(θ_q · fl(1/H))    on every rank, the others included
         no rank is                  `NonFinite` on all ranks
 
-    A replica that is left aside has lost its optimizer's state too, so then the state is averaged in any case.
+    A replica that is not finite has lost its optimizer's state too, so then ranks average the state in any case.
 """
 
 import functools

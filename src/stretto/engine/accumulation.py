@@ -27,8 +27,8 @@ _gradient = operator.attrgetter("grad")
 class GradientBuffer:
     """Flat storage for one round's gradients, one tensor per flat set, and a view of it for each parameter.
 
-    The compute lane owns it until start, and the communication lane from start to landing. In flight, the same
-    storage first holds the gradients to send, then the values that come back.
+    The compute lane owns it until the round is sent, and then the communication lane until its values are installed.
+    In flight, the same storage first holds the gradients to send, then the received values.
 
     Args:
         layout: Of the parameters.
@@ -48,7 +48,7 @@ class GradientBuffer:
 
 @dataclasses.dataclass(slots=True)
 class Totals:
-    """What one rank has contributed to one or several rounds, apart from gradients."""
+    """One rank's contribution to one or several rounds, apart from gradients."""
 
     weight: float = 0.0
     """Σ w over micro-batches."""
@@ -74,7 +74,7 @@ class Totals:
 
 @dataclasses.dataclass(slots=True)
 class Contribution:
-    """What one rank has accumulated for one round, apart from the gradient itself."""
+    """One rank's counts for one round, apart from the gradient itself."""
 
     used: bytearray
     """One byte per parameter slot, set by the backward hooks."""
@@ -155,7 +155,7 @@ class Accumulation:
         """Handle a gradient that is about to be added to a slot's `.grad`; see Note [Gradients of others].
 
         Returns:
-            What is to be added instead, alone in a tuple; None to leave it unchanged.
+            The gradient to add instead, alone in a tuple; None to leave it unchanged.
         """
         if self._is_own_backward:
             self.has_arrived = True
@@ -213,13 +213,13 @@ class Accumulation:
         self.contribution.count += 1
 
     def set_apart(self) -> None:
-        """Tell gradients that the caller has put into `.grad` from those that have accumulated there."""
+        """Separate gradients that the caller has put into `.grad` from accumulated gradients."""
         for index, (parameter, view) in enumerate(zip(self.parameters, self.gradients, strict=True)):
             if parameter.grad is not None and parameter.grad is not view:
                 self.apart.add(index)
 
     def collect(self) -> None:
-        """Add the gradients of backward passes that the caller has run, and those that were set apart."""
+        """Add the gradients of backward passes that the caller has run, and the gradients that were set apart."""
         for index in self._of_others():
             gradient = self.parameters[index].grad
             if gradient is not None:

@@ -1,6 +1,6 @@
 """A model's floating-point buffers side by side: copies and comparisons with a few operations for all of them.
 
-Buffers are many and small. What is found of them stays on their device, so that nobody waits for it here.
+Buffers are many and small. Results about them stay on their device, so that no code waits for them here.
 """
 
 import itertools
@@ -36,7 +36,7 @@ def are_alike(left: Buffer, right: Buffer) -> bool:
 
 
 def copies_of(buffers: Sequence[Buffer]) -> list[Buffer]:
-    """Return copies of what there is; they may share memory with each other."""
+    """Return copies of all buffers; they may share memory with each other."""
     copies: list[Buffer] = [None] * len(buffers)
     for indices, (content,) in side_by_side(buffers):
         for index, part in zip(indices, apart(content, indices, buffers), strict=True):
@@ -47,7 +47,7 @@ def copies_of(buffers: Sequence[Buffer]) -> list[Buffer]:
 def changed_since(agreed: Sequence[Buffer], values: Sequence[Buffer]) -> Tensor:
     """Return one byte per buffer: 0 if it is what ranks last agreed on, `VALUE` or `KIND` if not; `(buffers,)` uint8.
 
-    It is on the device of the first buffer that there is.
+    The result is on the device of the first buffer.
     """
     alike = [are_alike(left, right) for left, right in zip(agreed, values, strict=True)]
     compared = [value if same else None for value, same in zip(values, alike, strict=True)]

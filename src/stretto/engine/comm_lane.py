@@ -19,15 +19,15 @@ Weave = Callable[[Script], Woven]
 class CommLane:
     """Performs one round per `advance`: from the reduction that waits for the round to the next reduction.
 
-    Nobody else uses the lane's group, and the lane performs one effect after the other. So every rank issues the same
-    collectives in the same order.
+    No other code uses the lane's group, and the lane performs one effect after the other. So every rank issues the
+    same collectives in the same order.
 
     Args:
         strategy: Its updates are performed.
         replica: This rank's; it exchanges gradients as the strategy needs.
         performers: The performer of each kind of effect.
         asks_ahead: Whether an update may begin with an effect that needs no gradients.
-        weave: Adds the guards' effects to those of the strategy.
+        weave: Adds the guards' effects to the strategy's effects.
     """
 
     def __init__(

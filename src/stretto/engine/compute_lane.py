@@ -1,7 +1,7 @@
-"""The compute lane: the user's thread, from the first micro-batch of a round to its landing.
+"""The compute lane: the user's thread, from the first micro-batch of a round until its values are installed.
 
-docs/architecture.md says what happens at a landing and at a start. Hyperparameters are read at an update's first
-start and hold for all its rounds. Parameters change at landings only.
+docs/architecture.md describes how a round is sent and installed. Hyperparameters are read when the first round of an
+update is sent, and hold for all its rounds. Parameters change only when a round is installed.
 
 Note [The course of a round]
     stage           what it means                                                           what ends it
@@ -56,7 +56,7 @@ class Stage(Enum):
 BEFORE = dict(zip(Stage, (Stage.ARRIVED, *Stage), strict=False))
 """What each stage comes after."""
 AWAY = (Stage.IN_FLIGHT, Stage.ARRIVED)
-"""A round has been submitted, and has not landed."""
+"""A round has been submitted, and is not installed."""
 
 
 class Course:
@@ -70,15 +70,15 @@ class Course:
     def __init__(self, rank: int, num_rounds: int) -> None:
         self._rank = rank
         self.steps = 0
-        """Committed updates that have landed."""
+        """Committed updates that are installed."""
         self.at_boundary = True
-        """Whether the last round that landed ended an update."""
+        """Whether the last installed round ended an update."""
         self.vote = Vote.GO_ON
         """What this rank says in its rounds: it continues, is exhausted, has left a pass, asks all to stop, or
         drains.
         """
         self.votes: list[Vote] = []
-        """What each rank has said in the last round that landed."""
+        """Each rank's report in the last installed round."""
         self.asks = self.asked = Asks.NOTHING
         """What this rank asks in its rounds, and what ranks have asked together in those of the last update."""
         self._is_stopped = False
@@ -112,9 +112,8 @@ class Course:
         """What a round brought is installed.
 
         Args:
-            at_boundary: Whether it ended an update.
-            steps: Committed updates behind it.
-            met: What all ranks have said; None where they have not met in it.
+            at_boundary: Whether it ended an update. steps: Committed updates so far. met: The reports of all ranks;
+                None if they have not met in it.
         """
         self.enter(Stage.ACCUMULATING)
         if self.at_boundary:
@@ -126,7 +125,7 @@ class Course:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a round has been submitted and has not landed."""
+        """Whether a round has been submitted and is not installed."""
         return self.stage in AWAY
 
     @property
@@ -136,12 +135,12 @@ class Course:
 
     @property
     def steps_in_sight(self) -> int:
-        """Number of committed updates after every closed round has landed, if all of them step."""
+        """Number of committed updates once every closed round is installed, if all of them step."""
         ends_update = self.place == 0 if self.is_under_way else self.is_in_last_round
         return self.steps + (ends_update and self.stage is not Stage.ACCUMULATING)
 
     def begin_again(self, steps: int) -> None:
-        """Continue after so many updates; what was accumulated is dropped."""
+        """Continue after so many updates; accumulated gradients are dropped."""
         self.stage, self.place = Stage.ACCUMULATING, 0
         self.steps, self.votes = steps, []
 
@@ -156,12 +155,12 @@ class Course:
         self.vote = max(self.vote, Vote.STOP)
 
     def finish(self) -> None:
-        """This rank has left its loop for good, and only submits what is left."""
+        """This rank has left its loop for good, and only submits remaining rounds."""
         self.vote = Vote.DRAIN
 
     @contextmanager
     def finishing(self, *, forgets: bool) -> Iterator[None]:
-        """For the block, this rank only submits what is left.
+        """For the block, this rank only submits remaining rounds.
 
         Args:
             forgets: Whether the votes in it were about nothing else, and not about the end of the data.
@@ -180,7 +179,7 @@ class Course:
         self.votes = [Vote.STOP if self._is_stopped else Vote.GO_ON for _ in self.votes]
 
     def resume_pass(self, votes: Sequence[Vote]) -> None:
-        """Continue where ranks have said this, as a checkpoint tells."""
+        """Continue with these reports of ranks, from a checkpoint."""
         self.votes = list(votes)
 
     def end_pass(self) -> None:
@@ -199,7 +198,7 @@ class Course:
         return is_end and max(self.votes) < Vote.STOP
 
     def have_all_left(self) -> bool:
-        """Return whether nobody has anything left to contribute."""
+        """Return whether no rank has anything to contribute."""
         votes = set(self.votes)
         return bool(votes) and (votes <= {Vote.LEFT, Vote.DRAIN} or votes == {Vote.EXHAUSTED})
 
@@ -209,13 +208,13 @@ def _decisive(votes: Sequence[Vote], until: Until) -> Vote:
 
 
 class ComputeLane:
-    """Accumulates gradients, hands rounds over at a start, and installs values at a landing.
+    """Accumulates gradients, submits rounds, and installs their values.
 
     Args:
         model: The user's model and optimizer.
         comm: The other lane.
         quota: Micro-batches of a rank in each round of an update.
-        failures: Tells the other ranks that this one ends with an error.
+        failures: Reports to the other ranks that this one ends with an error.
         scheduler: Any object with `step()`, called at every committed update; or None.
         allow_unused: Accept parameters that no rank used in the first update.
         accumulate: Makes the accumulation, from parameters and a buffer.
@@ -296,7 +295,7 @@ class ComputeLane:
     # Micro-batches
 
     def before_micro_batch(self) -> None:
-        """Take off if a round is ready; called before every training forward and backward pass."""
+        """Submit a ready round; called before every training forward and backward pass."""
         if not self._is_checked:
             self.model.check_unwritten(self.where)
             if self.model.lacks_values:
@@ -328,7 +327,7 @@ class ComputeLane:
     def count(
         self, weight: float, loss: Tensor | None, samples: int, fresh_samples: int, lacks: bool = False
     ) -> Update | None:
-        """Count one micro-batch whose gradients have arrived, unless it may lack any; close and land full rounds."""
+        """Count one micro-batch whose gradients have arrived, unless it may lack any; close and install full rounds."""
         if not self.num_counted:
             check_unfed(sum(self.quota.minima) if self.quota.is_fixed else None, self.where)
         self.take_off_if_ready()
@@ -351,12 +350,12 @@ class ComputeLane:
         return update if self.overlaps else self.fly()
 
     def fly(self) -> Update | None:
-        """Hand over the ready round, if there is one, and land what is in flight."""
+        """Submit the ready round, if there is one, and install the round in flight."""
         self.take_off_if_ready()
         return self._land()
 
     def take_off_if_ready(self) -> None:
-        """Hand over the ready round, if there is one, and begin the next; training continues, or ends."""
+        """Submit the ready round, if there is one, and begin the next; training continues, or ends."""
         if self.model.held_back is not None:
             self.model.train_on(self.where)
         ready, self._ready = self._ready, None
@@ -411,7 +410,7 @@ class ComputeLane:
         return self._ready
 
     def end_round(self) -> Update | None:
-        """Look at the accumulating round a last time, land the one before, and close it unchanged."""
+        """Let guards inspect the accumulating round a last time, install the round before, and close it unchanged."""
         self.check_untouched()
         self.model.check_complete(self.where)
         for listener in self.model.listeners:
@@ -452,7 +451,7 @@ class ComputeLane:
         return self._accounts.close(landing.commit, steps, self.runtime.now(), skipped, exposed_seconds)
 
     def wait_for_lane(self) -> Landing | None:
-        """Wait until the round in flight can land; return what it will bring, or None without one."""
+        """Wait until the round in flight can be installed; return its result, or None without one."""
         if self._in_flight is not None:
             self._timer.start()
             in_flight, self._in_flight, self._has_failed = self._in_flight, None, True
@@ -470,9 +469,10 @@ class ComputeLane:
         self.hooks.remove()
 
     def show_what_is_left(self) -> None:
-        """An error has ended the job: show the last update that has landed where it is shown already, or is all here.
+        """An error has ended the job: show the last complete update if it is shown already, or if this rank has all
+        of it.
 
-        Masters are that of the next update where a round that ends one has been submitted.
+        Masters belong to the next update if its last round has been submitted.
         """
         self.model.drop_held()
         if self.model.shown == "committed" or self._has_failed or self.lifetime.failures.world_size > 1:
@@ -519,11 +519,11 @@ class ComputeLane:
 
     @property
     def is_lane_idle(self) -> bool:
-        """Whether the communication lane has no work, so that nobody writes the masters."""
+        """Whether the communication lane has no work, so that no code writes the masters."""
         return not self.course.is_under_way and self._opening is None
 
     def drop(self) -> bool:
-        """Drop what has been counted for the next update; return False, and drop nothing, if some is submitted."""
+        """Drop the counted micro-batches of the next update; return False, and drop nothing, if some are submitted."""
         if self.course.place or self.has_round_ready:
             return False
         self.accumulation.restart()
@@ -579,7 +579,7 @@ class ComputeLane:
         """Put the committed parameters and the agreed buffers into the model; all ranks must call, alike.
 
         Args:
-            meets: Let ranks agree on what was written to buffers: see Note [Buffers that are written at rest].
+            meets: Let ranks agree on writes to buffers: see Note [Buffers that are written at rest].
         """
         self.check_alike("settling")
         self._finish_opening()
@@ -600,7 +600,7 @@ class ComputeLane:
         self.model.settle(buffer.views, gathered if is_mean else buffers)
 
     def _buffers(self, landing: Landing | None, *, meets: bool) -> list[Buffer]:
-        """Return what ranks agree on once `landing` is installed, with what was written at rest."""
+        """Return the agreed buffers once `landing` is installed, with writes at rest."""
         statistics, round_index = self.statistics, self.comm.progress.round_index
         if not statistics.names:
             return []
@@ -653,7 +653,7 @@ class ComputeLane:
         self._ready = dataclasses.replace(self.close_round(), statistics=statistics)
 
     def begin_again(self, steps: int, round_index: int) -> None:
-        """Continue after so many updates and rounds, whose state is in place; drop what was accumulated.
+        """Continue after so many updates and rounds, whose state is in place; drop accumulated gradients.
 
         Args:
             steps: Updates that are committed.
@@ -673,7 +673,7 @@ class ComputeLane:
             listener.round_closed()
 
     def began_again(self) -> None:
-        """Begin with what the job holds now, once all of a checkpoint's state is in its place; all ranks must call.
+        """Begin with the present state of the job, once all of a checkpoint's state is loaded; all ranks must call.
 
         Until training continues, the committed parameters are shown.
         """

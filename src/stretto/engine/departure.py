@@ -20,15 +20,15 @@ from stretto.flat import Slices
 class Departure:
     """The sums of one round's gradients, begun.
 
-    The order in which collectives start is fixed. Whoever holds this decides when to continue, and no two ranks need to
-    decide alike.
+    The order in which collectives start is fixed. The caller decides when to continue, and ranks need not decide
+    alike.
 
     Args:
         transfers: Sums gradients into `sums`.
         sums: Of this rank's slices.
         wait: Continues after a collective.
         asks: Whether to ask if a collective is complete before `wait` is called; see Note [In the order of streams].
-        side: What is begun early is queued there; None for the caller's stream.
+        side: The stream of early work; None for the caller's stream.
         prepare: Prepares a bucket whose gradients have come, before it leaves; or None.
     """
 
@@ -54,7 +54,7 @@ class Departure:
         self._was_torn = False
 
     def tear(self) -> None:
-        """Count the gradients that have left as changed, whatever their versions show."""
+        """Count the sent gradients as changed, regardless of their versions."""
         self._was_torn = True
 
     @property

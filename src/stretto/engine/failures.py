@@ -1,7 +1,7 @@
-"""Failures: waits for collectives that raise once nobody can complete them, and the end of a job on all ranks.
+"""Failures: waits for collectives that raise once they cannot complete, and the end of a job on all ranks.
 
-A healthy round passes `FailureDetector.wait` alone. Only a wait that lasts looks around (`stretto.engine.inquiry`), at
-what a thread beside it has found in the store (`stretto.engine.watcher`).
+A healthy round passes `FailureDetector.wait` alone. Only a wait that lasts looks around (`stretto.engine.inquiry`),
+at the findings of a second thread in the store (`stretto.engine.watcher`).
 
 Note [Who lets go last]
     A thread of Gloo holds a collective for a moment after it has completed. If that thread is the last to let go, it
@@ -81,12 +81,12 @@ class FailureDetector:
         self.orders_streams = orders_streams(group, device)
         """Whether works can be followed, and not only waited for."""
         self._followed: dict[Sequence[int] | None, Started] = {}
-        """By the ranks that take part, what was followed last."""
+        """The last followed work, by participating ranks."""
 
     def among(self, group: dist.ProcessGroup, ranks: Sequence[int], where: str = " inside a node") -> Wait:
         """Return what waits for collectives of `group`, which only these ranks of the job share; it ends with the job.
 
-        Whatever rank of the job fails, they hear of it; silence or a closed connection is attributed to one of them.
+        They learn of a failure of any rank of the job; silence or a closed connection is attributed to one of them.
         """
         self.groups.append(group)
         self.waited_in.append(group)
@@ -99,8 +99,8 @@ class FailureDetector:
     def follow(self, work: dist.Work, what: str, ranks: Sequence[int] | None = None) -> None:
         """Continue after `work`, which orders streams: what the caller's stream is given next comes after it.
 
-        The host does not wait. Whether the work has completed shows at the next `wait` for one of the same group, or at
-        `catch_up`. Arguments and errors are those of `wait`.
+        The host does not wait. The next `wait` for a work of the same group, or `catch_up`, finds whether the work
+        has completed. See `wait` for arguments and errors.
         """
         try:
             work.wait()
@@ -109,7 +109,7 @@ class FailureDetector:
         self._followed[ranks] = work, what
 
     def catch_up(self) -> None:
-        """Wait for what was followed last; works of one group end in the order in which they began."""
+        """Wait for the last followed work; works of one group end in the order in which they began."""
         while self._followed:
             ranks, (work, what) = self._followed.popitem()
             self.wait(work, what, ranks)
@@ -118,8 +118,7 @@ class FailureDetector:
         """Wait for `work`; `what` names it in messages.
 
         Args:
-            work: Under way.
-            what: For messages.
+            work: In progress. what: For messages.
             ranks: Who takes part; None for all.
 
         Raises:
@@ -165,7 +164,7 @@ class FailureDetector:
         self._completed.clear()
 
     def tell(self, error: BaseException, *, is_users: bool = False) -> bool:
-        """Tell the other ranks why this one leaves (`stretto.engine.telling`), and end the waits of its lane."""
+        """Report to the other ranks why this one leaves (`stretto.engine.telling`), and end the waits of its lane."""
         is_told = tell(self._watcher, self._connections, error, self.where, is_users=is_users)
         self._watcher.end()
         return is_told
@@ -184,8 +183,8 @@ class Lifetime:
     """Whether one rank's job continues. Any error ends it, on all ranks.
 
     Args:
-        failures: Tells the other ranks.
-        leave: Releases the communication lane and the user's model; told whether to wait for what is in progress.
+        failures: Reports to the other ranks. leave: Releases the communication lane and the user's model; its
+            argument says whether to wait for work in progress.
     """
 
     def __init__(self, failures: FailureDetector, leave: Callable[..., None]) -> None:
@@ -220,11 +219,13 @@ class Lifetime:
             raise cause from error
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Return what has ended the job, where `error` leaves the user's code; see `FailureDetector.cause_of`."""
+        """Return the cause of the end of the job, when `error` leaves the user's code; see
+        `FailureDetector.cause_of`.
+        """
         return error if self._ended_because is not None else self.failures.cause_of(error)
 
     def fail(self, error: BaseException, *, is_users: bool = False) -> None:
-        """End the job because of `error`, and tell the other ranks; see `FailureDetector.tell`."""
+        """End the job because of `error`, and inform the other ranks; see `FailureDetector.tell`."""
         if self._ended_because is None:
             self._ended_because = f"{type(error).__name__}: {error}"
             if self.failures.tell(error, is_users=is_users):

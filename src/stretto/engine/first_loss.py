@@ -1,8 +1,8 @@
 """A look at the first loss of a job: whether somebody scales it, or computes it in float16.
 
-Gradients of a scaled loss have a factor that nothing here divides out: no error comes of it, but clipping, averages of
-raw gradients and SGD are wrong by it. A factor alone says nothing, because losses may have any. So one is told only if
-it is that of a `GradScaler` that lives in this process.
+Gradients of a scaled loss have a factor that Stretto does not divide out: it causes no error, but clipping, averages
+of raw gradients and SGD are wrong by it. A factor alone proves nothing, because losses may have any. So Stretto
+reports a factor only if a `GradScaler` in this process has it.
 """
 
 import gc
@@ -71,7 +71,7 @@ def _factors(node: Any) -> list[Tensor]:
 
 
 def _scales() -> Iterator[float]:
-    """The factors of all `GradScaler`s of this process, apart from those that change nothing."""
+    """The factors of all `GradScaler`s of this process, except factors of 1."""
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.amp.GradScaler) and (scale := thing.get_scale()) != 1:
             yield scale

@@ -1,24 +1,25 @@
 """Hidden reductions: gradients leave while the last backward pass of a round still computes others.
 
-Note [Hidden reductions]
-    In the last micro-batch of a round, a bucket leaves as soon as all its gradients have come. There is no other
+Note [Hidden reductions] In the last micro-batch of a round, a bucket is sent as soon as all its gradients have
+    arrived. There is no other
     thread: hooks, which autograd calls for every gradient, start the next collectives and take up those that are
-    complete, or in any case where works order streams (`stretto.engine.departure`). None of them waits. What is still
-    in progress behind the backward pass is finished when the round starts.
+    complete, or in any case where works order streams (`stretto.engine.departure`). None of them waits. Transfers
+    still in flight after the backward pass are finished when the round is submitted.
 
-    Order. What is started, and in which order, is fixed by the layout, for every round of the job. Only the moments
-    differ. So a rank may leave early or not, as it likes: one without data, one whose gradients come in another order
-    or not at all, one with weight zero. It is late, and nothing else.
+    Order. The layout fixes the collectives and their order, for every round of the job. Only the moments differ. So a
+    rank may leave early or not, as it likes: one without data, one whose gradients come in another order or not at
+    all, one with weight zero. It is late, and nothing else.
 
-    When a gradient has come. A hook runs before its gradient is added, and hooks of the user may run behind that. So
-    a gradient has come when the next one is announced; the last one comes at the end.
+    When a gradient has come. A hook runs before its gradient is added, and hooks of the user may run after that. So a
+    gradient has come when the next one is announced; the last one comes at the end.
 
-    Torn rounds. A parameter may get a second gradient after its first one has left: under reentrant checkpoints, from
-    a hook that writes other gradients, or because a guard finds the model damaged and has the round computed again
-    (`Accumulation.restart`). Versions of the views show it. The rank says so in its report of the round,
-    and all ranks sum again, from gradients that are whole. From then on nothing leaves early in this job. So the result
-    is always that of a job that hides nothing. Writes through `.data` have no versions: a model with backward hooks on
-    its modules, which may do that, does not hide. A hook on a parameter may write its own gradient so, and no other.
+    Rounds with late changes. A parameter may get a second gradient after its first one has left: under reentrant
+    checkpoints, from a hook that writes other gradients, or because a guard finds the model damaged and computes the
+    round again (`Accumulation.restart`). Versions of the views show it. The rank says so in its report of the round,
+    and all ranks sum again, from gradients that are whole. From then on nothing leaves early in this job. So the
+    result always equals the result of a job that hides nothing. Writes through `.data` have no versions: a model with
+    backward hooks on its modules, which may do that, does not hide. A hook on a parameter may write its own gradient
+    so, and no other.
 
     Errors. One that leaves the backward pass ends the job as elsewhere. No thread waits for gradients that never come.
 """

@@ -1,10 +1,9 @@
 """Which job trains a parameter, and whether anybody still holds that job: one that was dropped cannot be finished.
 
-Note [Jobs that nobody holds]
-    Hooks keep a job, and autograd's nodes keep the hooks, in C++ where Python's garbage collection does not look: a job
-    that was dropped without `finish` would stay, with its model. So the hooks go with whoever holds the job. That can
-    happen at any moment and on any thread, so nothing else is done then: no gradient is touched, no rank is told, and
-    what the communication lane has begun continues.
+Note [Dropped jobs] Hooks keep a job, and autograd's nodes keep the hooks, in C++ where Python's garbage collection
+    does not look: a job that was dropped without `finish` would stay, with its model. So the hooks end when the job's
+    last holder does. That can happen at any moment and on any thread, so nothing else is done then: no gradient is
+    touched, no rank is informed, and the communication lane's work continues.
 
 Note [Estimates that stay]
     A job that was dropped, or ended by an error, may leave an estimate in the model. Hooks of the model refuse copies
@@ -36,7 +35,7 @@ def adding_node(parameter: Tensor) -> Any:
 
 
 class LeftEstimate:
-    """Refuses copies while a parameter shows an estimate which nobody corrects; see Note [Estimates that stay]."""
+    """Refuses copies while a parameter shows an estimate that no job corrects; see Note [Estimates that stay]."""
 
     def __init__(self, parameters: Sequence[Tensor], where: str) -> None:
         self._left = [(weakref.ref(parameter), parameter._version) for parameter in parameters]
@@ -65,7 +64,7 @@ class Mark:
         self._holder: weakref.ref[object] | None = None
 
     def hold(self, holder: object, let_go: Callable[[], None]) -> None:
-        """Say who holds the job, and what to call once nobody does; see Note [Jobs that nobody holds]."""
+        """Set the holder of the job, and the function to call once it is gone; see Note [Dropped jobs]."""
         is_ending = sys.is_finalizing
 
         def dropped(_: object) -> None:

@@ -5,8 +5,8 @@ Note [Who is to blame]
 
     - A rank raised. It writes the error to the store before it leaves, and waiting ranks read it there.
     - A rank died. On Gloo its connections close: collectives raise on the ranks that exchange with it at that moment,
-      and a look at the descriptors finds the rest (`stretto.groups.connections`). Whoever supervises it may write its
-      death to the store. Otherwise it gives no sign of life any more.
+      and a look at the descriptors finds the rest (`stretto.groups.connections`). Its supervisor may write its death
+      to the store. Otherwise its signs of life end.
     - A rank was stopped, or is cut off. It gives no sign of life; if it keeps the store, the store does not answer.
     - A rank does something else, or entered another collective. It gives signs of life, and nothing happens until the
       time-out.
@@ -28,7 +28,7 @@ from stretto.groups import Connection
 ANSWER_SECONDS = 2.5
 """Seconds to wait for the answers to an alarm: two looks of a waiting rank, two of its watcher, and a margin."""
 _WORD_SECONDS = 1.0
-"""Seconds to wait for the word of a single rank whose connection has closed: whoever ends alone says so first."""
+"""Seconds to wait for the report of a single rank whose connection has closed: a rank that ends alone reports first."""
 _POLL_SECONDS = 0.05
 """Seconds between two counts of the answers."""
 
@@ -157,14 +157,14 @@ class Inquiry:
         return _error(kind, self._prefix + text, ranks)
 
     def _known(self) -> CommunicationError | None:
-        """Return the error to raise for what the watcher has seen: told by others, or a rank that is silent."""
+        """Return the error to raise for the watcher's findings: a report of others, or a silent rank."""
         told, silent = self._told(), self._watcher.silent
         if told is not None or not silent:
             return told
         return self._found(PeerSilent, self._no_sign(f"from ranks {silent}"), silent)
 
     def _told(self) -> CommunicationError | None:
-        """Return the error to raise for what others have written, or whoever supervises them; None without it."""
+        """Return the error to raise for the reports of other ranks or their supervisor; None without any."""
         watcher = self._watcher
         failures, findings, died = (watcher.heard(topic) for topic in ("failure", "finding", "death"))
         if failures or findings or died:

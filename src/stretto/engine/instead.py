@@ -9,8 +9,7 @@ class Instead:
 
     Args:
         owner: The object.
-        name: Of the method.
-        call: What is called.
+        name: Of the method. call: The replacement.
     """
 
     def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:

@@ -35,7 +35,7 @@ class Job:
 
     @property
     def everyone(self) -> Exchange:
-        """Among all ranks of the job, for what they tell each other at rest."""
+        """Among all ranks of the job, for messages at rest."""
         return self.exchange if self.within is None else self.within.everyone
 
     def count_checkpoint(self) -> None:

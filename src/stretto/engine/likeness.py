@@ -16,7 +16,7 @@ _log = logging.getLogger("stretto")
 ROUNDS = 4
 """With equal losses in a row, which must differ from round to round: chance has to repeat itself as often."""
 MOST_ROUNDS = 64
-"""After which nobody looks any more."""
+"""After which the check ends."""
 
 
 class Likeness:

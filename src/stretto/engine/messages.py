@@ -1,4 +1,4 @@
-"""Layers that send their own messages, beside those of a job."""
+"""Layers that send their own messages, in addition to a job's messages."""
 
 from torch import distributed as dist
 from torch import nn

@@ -1,4 +1,4 @@
-"""What a user is told whose loop, model or loss does what a job cannot follow; whoever notices it raises these."""
+"""Errors for loops, models and losses that a job cannot follow; the code that notices the mistake raises them."""
 
 import math
 import operator
@@ -69,7 +69,7 @@ def read_samples(samples: object, where: object) -> int:
 
 
 def read_recorded_loss(loss: object, where: object) -> Tensor:
-    """Return a loss that is only to stand in the records.
+    """Return a loss that only goes into the records.
 
     Raises:
         LossNotScalar: It is no tensor of one floating-point element.
@@ -148,11 +148,10 @@ def check_exception(given: object) -> None:
 
 
 def check_step(error: Exception, effect: Effect, settings: Hyperparameters, where: object) -> None:
-    """Raise if a step of the optimizer, or a preview of one, has failed with what is set in its groups.
+    """Raise if a step of the optimizer, or a preview of one, has failed with the settings of its groups.
 
     Args:
-        error: What was raised.
-        effect: Of the strategy, in which it was.
+        error: The raised error. effect: Of the strategy, during which it was raised.
         settings: Of the step.
         where: Rank and step, for messages.
 

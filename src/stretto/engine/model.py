@@ -1,4 +1,4 @@
-"""The user's model and optimizer: the engine installs values, and nobody else writes any."""
+"""The user's model and optimizer: the engine installs values, and no other code writes any."""
 
 import dataclasses
 import logging
@@ -47,8 +47,8 @@ class UserModel:
         parameters: The values that train, in the layout's order.
         optimizer: The user's optimizer: read, never stepped.
         layout: Names the parameters.
-        choices: What becomes of which buffers.
-        registered: The model's parameters whose values these are; None where they are themselves.
+        choices: The treatment of each buffer. registered: The model's parameters with these values; None if they are
+            `parameters`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class UserModel:
         self.listeners: list[Listener] = []
         """Receive the installed values and the other events of the compute lane."""
         self.lacks_values = False
-        """Whether the model shows an estimate of an earlier job, and nobody has loaded committed values since."""
+        """Whether the model shows an estimate of an earlier job, and no committed values were loaded since."""
         self.held_back: Held | None = None
         """Inside `settled`, what the model showed before; otherwise None."""
         self._ids = {id(parameter) for parameter in self.registered}
@@ -89,7 +89,7 @@ class UserModel:
     # What the model shows
 
     def show(self, values: Sequence[Tensor], shown: Shown) -> None:
-        """Install `values`, one per parameter, and tell the listeners."""
+        """Install `values`, one per parameter, and notify the listeners."""
         self.shown = "estimate"  # until all of it is there: an interrupt may come in between
         self.install(values)
         for listener in self.listeners:
@@ -104,7 +104,9 @@ class UserModel:
         self.remember()
 
     def stepped(self, schedule: Schedule | None, times: int, where: object) -> None:
-        """Let schedulers know that the optimizer has been stepped, or they warn; turn the job's so many times."""
+        """Let schedulers know that the optimizer has been stepped, or they warn; step the job's scheduler so many
+        times.
+        """
         for one in (self.optimizer, *self._members):
             one._opt_called = True  # type: ignore[attr-defined]  # PyTorch's own mark
         if schedule is not None:
@@ -176,7 +178,7 @@ class UserModel:
         return not self._ids <= set(map(id, self._every_parameter()))
 
     def _every_parameter(self) -> Iterator[nn.Parameter]:
-        """Yield what is registered in the modules' places for parameters, in half the time of `parameters()`."""
+        """Yield the entries of the modules' parameter dictionaries, in half the time of `parameters()`."""
         for module in self.model.modules():
             for parameter in module._parameters.values():
                 if parameter is not None:
@@ -185,7 +187,7 @@ class UserModel:
     # At rest
 
     def drop_copies(self) -> None:
-        """Drop what was made of the values for passes: casts that autocast keeps. Somebody has mended values."""
+        """Drop cached casts of the values that autocast keeps, because a guard has mended values."""
         torch.clear_autocast_cache()
 
     def hook_gradient(self, index: int, node: Any, before: Callable[..., Any]) -> Any:
@@ -202,7 +204,7 @@ class UserModel:
         return node.register_prehook(before)
 
     def settle(self, values: Sequence[Tensor] | None, statistics: Sequence[Buffer]) -> None:
-        """Show committed values, and keep what was shown.
+        """Show committed values, and keep the values from before.
 
         Args:
             values: One per parameter; None if the model shows the committed ones already.
@@ -231,7 +233,7 @@ class UserModel:
         return [now if before is None else before for before, now in pairs]
 
     def show_again(self) -> bool:
-        """Restore what was shown before `settle`; return whether these are parameters that were never replaced.
+        """Restore the values from before `settle`; return whether these are parameters that were never replaced.
 
         Buffers that somebody has written since stay as they are.
         """
@@ -268,11 +270,11 @@ class UserModel:
             )
 
     def until_training(self) -> None:
-        """Let the next micro-batch restore what was shown before `settle`."""
+        """Let the next micro-batch restore the values from before `settle`."""
         self._settled_until_training = True
 
     def train_on(self, where: object) -> None:
-        """Restore what was shown before `settle`, if the model was settled only until now.
+        """Restore the values from before `settle`, if the model was settled only until now.
 
         Raises:
             OutOfTurn: It is settled for a block that has not ended.
@@ -284,7 +286,7 @@ class UserModel:
 
     @contextmanager
     def unsettled(self) -> Iterator[None]:
-        """Restore, for the block, what was shown before `settle`; do nothing if the model is not settled."""
+        """Restore, for the block, the values from before `settle`; do nothing if the model is not settled."""
         if self.held_back is None:
             yield
             return
@@ -307,7 +309,7 @@ class UserModel:
         self._settled_until_training = False
 
     def _swap(self, held: Held) -> Held:
-        """Show the values in `held`, and return what was shown."""
+        """Show the values in `held`, and return the values from before."""
         shown, parameters = self.shown, None
         if held.parameters is not None:
             parameters = [parameter.detach().clone() for parameter in self.parameters]
@@ -316,7 +318,7 @@ class UserModel:
         return Held(shown, parameters, self.statistics.exchange_live(held.statistics), held.statistics)
 
     def _with_writes(self, held: Held) -> Held:
-        """Return what is to be shown again, without the buffers that somebody has written while others were shown."""
+        """Return the values to show again, without buffers that were written while others were shown."""
         written = changes_of(held.instead, self.statistics.live)
         pairs = zip(held.statistics, written, strict=True)
         return dataclasses.replace(held, statistics=[None if flag else value for value, flag in pairs])

@@ -6,16 +6,16 @@ Note [Noise]
 
         g + ε_r        ε_r ~ N(mean, variance) in every coordinate, new for every rank and every update
 
-    A gradient is held as a sum of weight W, so what is added to it is N(W · mean, W² · variance). It is added once the
-    sum is there and its weight is known, before the norm is taken, the clip and the division. So ranks, micro-batches,
-    weights, buckets, wires and hidden reductions do not matter. Where ranks share an optimizer, each hits the slices
-    that it owns. Padding and parameters that nobody has used are left alone.
+    A gradient is held as a sum of weight W, so the noise added to it is N(W · mean, W² · variance). It is added once
+    the sum is there and its weight is known, before the norm is taken, the clip and the division. So ranks,
+    micro-batches, weights, buckets, wires and hidden reductions do not matter. Where ranks share an optimizer, each
+    hits the slices that it owns. Padding and unused parameters get no noise.
 
     A sum of several rounds holds what its parts have been given already. It is given what lacks:
 
         W = w_A + w_B      N((W - w_A) · mean, (W² - w_A²) · variance)
 
-    so that what is previewed with A and what is committed with A and B both have the variance that was asked for.
+    so that the preview with A and the commit with A and B both have the requested variance.
 
     Draws depend on seed, rank and the number of the update alone. An update that is made again, after a round that was
     skipped or from a checkpoint, gets the same noise.
@@ -53,7 +53,7 @@ class _Held:
 
 
 class NoisyRank:
-    """Hits what one rank receives; leaves it alone where the rank is not to be hit.
+    """Adds noise to the values that one rank receives, if that rank is chosen.
 
     Args:
         noise: Of the job.
@@ -164,8 +164,7 @@ def generator_of(noise: Noise, what: str, rank: int, step: int, device: torch.de
 
     Args:
         noise: Has the seed.
-        what: Is hit; each has draws of its own.
-        rank: Receives it.
+        what: The values; each kind has separate draws. rank: Receives them.
         step: Committed updates before.
         device: Of the values; every kind draws its own numbers.
     """

@@ -28,7 +28,8 @@ class BringsRuntime(Protocol):
         """Return a runtime for one job's lane.
 
         Args:
-            overlaps: Whether the lane runs beside the caller; otherwise work is performed when its result is taken.
+            overlaps: Whether the lane runs at the same time as the caller; otherwise work is performed when its
+                result is taken.
         """
         ...
 
@@ -64,7 +65,7 @@ class InlineOnDevice(_OnDevice, InlineRuntime):
 
 
 class StreamRuntime(_OnDevice, ThreadRuntime):
-    """Performs work on one thread beside the caller, and on a stream beside the caller's stream.
+    """Performs work on a second thread and a second stream.
 
     Note [Streams] in `engine/streams.py` says who waits for whom.
 

@@ -15,7 +15,7 @@ from stretto.strategies.ledger import Ledger
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BufferChoices:
-    """What becomes of which floating-point buffers; see `Options.buffers`."""
+    """The treatment of each floating-point buffer; see `Options.buffers`."""
 
     by_pattern: tuple[tuple[str, str], ...]
 
@@ -69,15 +69,15 @@ class Options:
     and as many as the parameter has. Averages are sent as bf16. int2 is for strategies that average replicas alone.
     rotated4 to rotated1 send 4 to 1 bits without error feedback, right on average, and save these 4 bytes."""
     changes: str | None = None
-    """How owners tell all ranks what a step has changed, under strategies that shard the optimizer; None for the
-    wire's format. A plain format sends the parameters themselves."""
+    """The format in which owners send the changes of a step to all ranks, under strategies that shard the optimizer;
+    None for the wire's format. A plain format sends the parameters themselves."""
     ranks_per_node: int | None = None
     """Sum inside nodes of so many consecutive ranks first, and send only these sums, and what owners publish, to other
     nodes: bytes between nodes fall by this factor. For nodes whose ranks have a faster link among themselves; under
     torchrun `int(os.environ["LOCAL_WORLD_SIZE"])`. None makes no difference between ranks."""
     verified: bool = False
-    """Send a digest with all data, check what arrives and what is summed, and repeat damaged transfers before use;
-    on nodes on both levels. Costs eight bytes per bucket and rank, a second sum, and one small gather per exchange."""
+    """Send a digest with all data, check received values and sums, and repeat damaged transfers before use; on nodes
+    on both levels. Costs eight bytes per bucket and rank, a second sum, and one small gather per exchange."""
     strikes: int | None = None
     """Number of updates in which guards or the verified exchange blame one rank, or one link, for damage before the job
     ends on all ranks with `Quarantined`; None for no limit. A strike counts for 1,000 updates. One may be an accident,
@@ -94,8 +94,8 @@ class Options:
     parameter, but loses low bits with every micro-batch."""
     bucket_bytes: int | None = None
     """Largest collective, in bytes of the gradient buffer. None is 1 MiB for parameters on a CPU, and 64 MiB on other
-    devices, where a bucket costs launches whatever its size. If a rank would send each other rank less than 16 KiB of
-    such a bucket, None is larger: from 5 ranks on `rotated2`, from 65 on fp32. `job.layout.bucket_bytes` is that size.
+    devices, where a bucket of any size costs launches. If a rank would send each other rank less than 16 KiB of such
+    a bucket, None is larger: from 5 ranks on `rotated2`, from 65 on fp32. `job.layout.bucket_bytes` is that size.
     Over slow links between GPUs set it yourself: a single large transfer fills the queue of a link and then waits for
     itself. Four buckets are sent at a time, and a rank holds scratch memory for these. Where an optimizer needs whole
     tensors, a bucket is larger if even slices need it. The last one is never hidden: on CPUs 2**18 was 5 % faster at
@@ -105,10 +105,10 @@ class Options:
     `paft-sync` and `paft-dyn` with fixed micro-batches. Results are the same to the bit; the page architecture says
     when it does not apply."""
     buffers: str = ""
-    """What becomes of floating-point buffers of the model at every exchange, by name: "pattern=choice, ...", of which
-    the first pattern that fits counts, as in "*.codes=rank0, cache=alone". mean: the mean over ranks, right for running
-    statistics, and what all others have. rank0: what rank 0 has, as in `DistributedDataParallel`. alone: each rank
-    keeps its own."""
+    """The treatment of the model's floating-point buffers at every exchange, by name: "pattern=choice, ...", of which
+    the first pattern that fits counts, as in "*.codes=rank0, cache=alone". mean: the mean over ranks, right for
+    running statistics, and the default. rank0: the values of rank 0, as in `DistributedDataParallel`. alone: each
+    rank keeps its own."""
     noise: Noise | None = None
     """Let every rank's mean gradient arrive with Gaussian noise: its variance, as 1e-2. Settings follow after commas:
     1e-4,every=500:0.1 has bursts; rank=1 hits one rank; mean=0.01 is a bias; averages=1e-4 hits averages of weights.
@@ -174,7 +174,7 @@ class Clock:
     """
 
     minimum: int = 1
-    """Micro-batches per rank and round before a landing is considered; at least 1."""
+    """Micro-batches per rank and round before a round may end; at least 1."""
     maximum: int = 64
     """Micro-batches per rank and round after which the rank waits for the lane; limits the size of a batch."""
 
@@ -188,7 +188,8 @@ class Clock:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Total:
-    """Micro-batches of all ranks together in an update, dealt out in turn: some ranks may have one more than others.
+    """Micro-batches of all ranks together in an update, dealt one after another: some ranks may have one more than
+    others.
 
     So the batch is the same on any number of ranks, one that divides it or not.
     """
@@ -221,7 +222,7 @@ class Quota:
 
 
 def check_formats(options: Options, strategy: Strategy, ledger: Ledger) -> None:
-    """Raise where a format is chosen for what is not sent, or too narrow for gradients.
+    """Raise if a format is chosen for values that are not sent, or is too narrow for gradients.
 
     Raises:
         ConfigError: Names the option and the strategy.

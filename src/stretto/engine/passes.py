@@ -1,4 +1,4 @@
-"""FSDP2's collectives, watched: what waits in a pass through the model knows when nobody can complete it any more.
+"""FSDP2's collectives, watched: a wait in a pass through the model ends when its collective cannot complete.
 
 Note [A pass that lasts]
     In a forward or backward pass FSDP2 gathers parameters from the ranks of a node, and sums their gradients. On Gloo
@@ -6,7 +6,7 @@ Note [A pass that lasts]
     instead, as for its own collectives: it hears of ranks that raised, died, fell silent or do something else, and
     names them. The model keeps these collectives after the job, when they only wait.
 
-    On NCCL nobody waits there: the host continues, and notices where it waits for the job's own collectives.
+    On NCCL the host does not wait there: it continues, and notices when it waits for the job's own collectives.
 """
 
 import weakref

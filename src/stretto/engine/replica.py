@@ -79,7 +79,7 @@ class Replica:
     interval: int | None = None
     """Updates from one average to the next, where the strategy chooses."""
     has_anchor = False
-    """Whether ranks take outer steps from an anchor, whatever their replicas hold."""
+    """Whether ranks take outer steps from an anchor that does not depend on their replicas."""
 
     def __init__(
         self,
@@ -315,9 +315,9 @@ class Replica:
         return str(self.rank)
 
     def anchors(self, *, waits: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield, by name, what all ranks hold alike beside masters.
+        """Yield, by name, the values other than masters that are equal on all ranks.
 
-        What is changing now is left out, or waited for.
+        Values that are changing now are skipped, or awaited.
         """
         for index, anchor in enumerate(self._publication.anchor):
             yield f"set {index}", anchor
@@ -350,7 +350,7 @@ class Replica:
         return self.sharded
 
     def wait_for_transfers(self) -> None:
-        """Wait for what is sent beside the rounds, if anything does, so that the group is free for other messages."""
+        """Wait for transfers outside the rounds, if any, so that the group is free for other messages."""
 
     def begin_again(self) -> None:
         """Declare the present masters, equal on all ranks, to be what ranks agree on."""

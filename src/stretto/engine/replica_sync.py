@@ -9,11 +9,11 @@ class Alike(Enum):
     UNITED = "united"
     """All ranks hold the same masters, and models show them."""
     AHEAD = "ahead"
-    """All ranks hold the same masters, and models still show what was there before the last average."""
+    """All ranks hold the same masters, and models still show the values from before the last average."""
     DRIFTING = "drifting"
     """Each rank has stepped, or may have, on its own since then."""
     APART = "apart"
-    """A fragment is in progress, or ranks have kept their own part as one landed."""
+    """A fragment is in flight, or ranks have kept their own part at an arrival."""
 
 
 class Agreement:
@@ -27,7 +27,7 @@ class Agreement:
         self.steps_alone = steps_alone
         self.state = Alike.UNITED
         self.gap = 0
-        """Rounds since replicas were last averaged, or the last fragment landed."""
+        """Rounds since replicas were last averaged, or the last fragment arrived."""
         self.states_are_alike = True
         """Whether the optimizer's state was averaged too, so that it is the same where masters are."""
 
@@ -52,10 +52,10 @@ class Agreement:
         self.state = Alike.APART
 
     def land(self, *, is_whole: bool, states: bool | None) -> None:
-        """A fragment has landed.
+        """A fragment has arrived.
 
         Args:
-            is_whole: Whether it was all there is, and nobody kept a part: then all ranks hold the same again.
+            is_whole: Whether it had all parameters, and no rank kept a part: then all ranks hold the same again.
             states: Whether the optimizer's state has become the same, too; None leaves that unchanged.
         """
         self.unite(states=states)

@@ -29,19 +29,19 @@ class Vote(IntEnum):
     EXHAUSTED = 1
     """Its data have ended: this round holds its last contribution, or nothing where ranks step alone."""
     LEFT = 2
-    """It has left a pass that ranks have agreed to end, and submits what is left; another pass may come."""
+    """It has left a pass that ranks have agreed to end, and submits remaining rounds; another pass may come."""
     STOP = 3
     """It wants every rank to stop at this round."""
     DRAIN = 4
-    """It has left its training loop for good, and only submits what is left."""
+    """It has left its training loop for good, and only submits remaining rounds."""
 
 
 class Asks(IntFlag):
-    """What a rank asks beside its vote, in the upper bits of the same byte: all hear of it at the same update."""
+    """A rank's requests besides its vote, in the upper bits of the same byte: all learn of them at the same update."""
 
     NOTHING = 0
     SAVED = 8
-    """What it writes beside training is written: until all ranks say so, nothing comes of it."""
+    """Its background write is done; it takes effect once all ranks report this."""
     KEEP = 16
     """All ranks keep a state after this update, if one of them asks: it leaves, or another process waits to come in."""
 
@@ -55,7 +55,7 @@ ADDRESS = re.compile(" at 0x[0-9a-f]+")  # in an object's text: every process ha
 class Measured:
     """What a rank's device knows of a round: it goes into the rank's record there, so that the host need not wait.
 
-    Names and meanings are those of `RankReport`.
+    Names and meanings are as in `RankReport`.
     """
 
     loss_sum: Tensor
@@ -96,7 +96,7 @@ class RankReport:
     asks: Asks = Asks.NOTHING
 
     def places(self, measured: Measured) -> list[Place]:
-        """Return where in this record, packed, what was measured belongs."""
+        """Return the places of the measurements in this packed record."""
         fields: Mapping[str, Any] = record_dtype(len(self.used), len(self.changed)).fields or {}
         places: list[Place] = []
         for field in dataclasses.fields(measured):

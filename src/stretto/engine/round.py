@@ -1,10 +1,10 @@
 """What crosses from one lane to the other and back, and who hears of it.
 
-Listener        hears what happens on the compute lane
-Round           a closed round; the communication lane owns all of it until the landing
-Reduction       the result of the exchange of its gradients
+Listener        receives the events of the compute lane
+Round           a closed round; the communication lane owns all of it until it is installed
+Reduction       the summed gradients
 Progress        where the job stands on the communication lane, and its update in progress
-Landing         what comes back: values to show, and the update if one was committed
+Landing         the result: values to show, and the update if one was committed
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class Listener:
     """Receives the events of one rank's compute lane, for guards and saves; methods do nothing unless overridden."""
 
     def micro_batch_begins(self, loss_function: LossFunction, batch: object) -> None:
-        """A micro-batch begins that can be run again; not called for those that come through `backward`."""
+        """A micro-batch begins that can be run again; not called for micro-batches that come through `backward`."""
 
     def micro_batch_counted(self, weight: float, samples: int, fresh_samples: int) -> None:
         """A micro-batch has been counted, whether it can be run again or not."""
@@ -92,7 +92,7 @@ class Round:
     changed: Tensor | None
     """How each entry of `statistics` differs on this rank from what ranks last agreed on; None without entries."""
     agreed: list[Tensor | None]
-    """The values of these buffers that ranks last agreed on; nobody may write them."""
+    """The values of these buffers that ranks last agreed on; no code may write them."""
     sound: list[Tensor | None]
     """The values of these buffers after the last round that counted; see `Statistics.sound`."""
     first: Sequence[int]
@@ -105,12 +105,12 @@ class Round:
     reduction: "Reduction | None" = None
     """The result, if a checkpoint had the gradients exchanged before start."""
     incidents: Sequence[Incident] = ()
-    """What was found on the compute lane since the last round was closed."""
+    """Incidents on the compute lane since the last round was closed."""
     departure: Departure | None = None
     """The sum of its gradients, if it began during the last backward pass."""
 
     def settings(self, layout: Layout) -> str:
-        """What has to be the same on all ranks, as text."""
+        """Settings that must be equal on all ranks, as text."""
         slots = zip(layout.slots, self.trains, strict=True)
         frozen = [f"frozen: {slot.name}" for slot, trains in slots if not trains]
         return "\n".join([settings_text(self.hyperparameters), *frozen])
@@ -124,7 +124,7 @@ class Round:
         self.statistics = self.sound
 
     def look_at_gradients(self) -> Tensor:
-        """Return whether all accumulated gradients are finite, `()` bool: nobody waits for it here."""
+        """Return whether all accumulated gradients are finite, `()` bool, without waiting for the device."""
         # Extremes take one pass and no memory; one is not finite where any value is not.
         extremes: list[Tensor] = []
         for flat in self.buffer.flats:
@@ -191,7 +191,7 @@ class Reduction:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Commit:
-    """What is known about a committed update when its last round ends."""
+    """The record of a committed update at the end of its last round."""
 
     reductions: tuple[Reduction, ...]
     gradient_norm: float
@@ -222,8 +222,10 @@ class Progress:
     incidents: list[Incident] = dataclasses.field(default_factory=list)
     """Incidents of all ranks that are not reported yet: an update that does not step reports nothing."""
     versions: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Of the tensors that guards compare although no step writes them, as the job began. What has another has been
-    written since, and may differ between ranks: the counts of `BatchNorm`, say, where data are uneven."""
+    """Of the tensors that guards compare although no step writes them, as the job began. A tensor with another
+    version has been written since, and may differ between ranks: the counts of `BatchNorm`, say, where data are
+    uneven.
+    """
 
     reductions: list[Reduction] = dataclasses.field(default_factory=list)
     """Results of the rounds of the update in progress; the fields below are of this update too."""
@@ -247,7 +249,7 @@ class Progress:
         self.bytes_before = sent_bytes
 
     def begin_round(self, reduction: Reduction, hyperparameters: Hyperparameters) -> None:
-        """A round's gradients are reduced; hyperparameters are those of its update."""
+        """A round's gradients are reduced; hyperparameters belong to its update."""
         self.reductions.append(reduction)
         self.hyperparameters = hyperparameters
 
@@ -267,7 +269,7 @@ class Progress:
             self.gradient_norm = gradient_norm
 
     def measure(self, divergence: Divergence | None) -> None:
-        """Replicas have been averaged, and compared if there is something to tell."""
+        """Replicas have been averaged, and compared if there is a result."""
         self.divergence = divergence
 
     def catch_up(self, round_index: int, step: int, *, stepped: bool) -> None:
@@ -288,7 +290,7 @@ class Progress:
         self.round_index = round_index
 
     def commit(self, sent_bytes: int, *, gap: int, interval: int | None, staleness: int) -> Commit | None:
-        """Close the update and return what is known about it; None if the update did not step.
+        """Close the update and return its record; None if the update did not step.
 
         Args:
             sent_bytes: That the exchange has sent so far.
@@ -344,7 +346,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Landing:
-    """What one round brings back."""
+    """The result of one round."""
 
     buffer: GradientBuffer
     """Holds the values to install."""
@@ -359,7 +361,7 @@ class Landing:
 
 
 class Accounts:
-    """What one rank's compute lane adds up from one update to the next, for the record of the later one.
+    """Sums of one rank's compute lane from one update to the next, for the record of the later update.
 
     Args:
         now: Seconds on the runtime's clock.

@@ -1,4 +1,4 @@
-"""Where the communication lane runs: in the caller's thread, or on a thread beside it.
+"""Where the communication lane runs: in the caller's thread, or on a second thread.
 
 A runtime separates the engine from the machine. The lane's code is the same on every runtime. Those of devices that
 work after their host, and which one a job gets: `stretto.engine.on_device`.
@@ -190,7 +190,7 @@ class _Deferred(Generic[T]):
 
 
 class ThreadRuntime(OnHost):
-    """Performs work on one thread beside the caller.
+    """Performs work on a second thread.
 
     Args:
         thread: Runs one piece of work after the other.

@@ -1,10 +1,9 @@
-"""A model that FSDP2 has sharded inside a node: its shards hold what is shown, and take up gradients.
+"""A model that FSDP2 has sharded inside a node: its shards hold the shown values, and take up gradients.
 
-Note [Never stale]
-    FSDP2 gathers parameters for a forward pass, and copies what the shards hold then. Those of the root module, and all
-    with `reshard_after_forward=False`, stay gathered until a backward pass is over. If other values are installed after
-    a forward pass without a backward one, an evaluation, say, the next forward pass would use the old ones. So whoever
-    installs values drops what is gathered.
+Note [Never stale] FSDP2 gathers parameters for a forward pass, and copies the shards' values. Parameters of the root
+    module, and all with `reshard_after_forward=False`, stay gathered until a backward pass is over. If other values
+    are installed after a forward pass without a backward one, an evaluation, say, the next forward pass would use the
+    old ones. So every installation of values drops gathered copies.
 
 Note [Into the buffer]
     FSDP2 reduces gradients inside the node and adds them, in place, into what a parameter has as `.grad`: a `DTensor`
@@ -35,7 +34,7 @@ from stretto.flat import shard_of
 
 
 class ShardedModel(UserModel):
-    """A model whose values are this rank's shards; see Note [Never stale]. Arguments are those of `UserModel`."""
+    """A model whose values are this rank's shards; see Note [Never stale]. See `UserModel` for the arguments."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -58,7 +57,7 @@ class ShardedModel(UserModel):
         super().load_state_dict(whole)
 
     def drop_copies(self) -> None:
-        """Drop what was made of the values for passes, and gathered; all ranks of the node must call."""
+        """Drop cached and gathered copies of the values; all ranks of the node must call."""
         self._drop_gathered()
         super().drop_copies()
 
@@ -82,7 +81,7 @@ class ShardedModel(UserModel):
                 )
 
     def _every_parameter(self) -> Any:
-        """Yield what is registered: while a module is gathered, other tensors are in its parameters' places."""
+        """Yield the registered parameters: while a module is gathered, it holds other tensors instead."""
         self._drop_gathered()
         return super()._every_parameter()
 
@@ -114,7 +113,7 @@ def check_reductions(modules: Iterable[nn.Module], where: object) -> None:
 
 
 def _groups_of(module: nn.Module) -> Sequence[Any]:
-    """Return what FSDP2 has of a module's own parameters; nothing public tells its settings."""
+    """Return FSDP2's groups of a module's own parameters; its settings are not public."""
     if not isinstance(module, FSDPModule):
         return ()
     state = module._get_fsdp_state()

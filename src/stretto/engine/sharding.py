@@ -60,7 +60,7 @@ class NodeFailures(FailureDetector):
     """A failure detector that also explains why FSDP2's collectives fail: those in passes through the model.
 
     Args:
-        sharding: Which ranks pass through the model together; other arguments are those of `FailureDetector`.
+        sharding: Which ranks pass through the model together; see `FailureDetector` for the other arguments.
     """
 
     def __init__(self, *args: Any, sharding: Sharding, **settings: Any) -> None:
@@ -74,7 +74,9 @@ class NodeFailures(FailureDetector):
         return self._watcher.is_over
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Return what to raise for an error of a job: what is known of the node's other ranks, for a backend's."""
+        """Return the error to raise for an error of a job: for a backend's error, the finding about the node's other
+        ranks.
+        """
         cause = super().cause_of(error)
         # Gloo's errors have no class of their own.
         is_backends = isinstance(cause, dist.DistError) or (

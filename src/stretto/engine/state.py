@@ -35,7 +35,7 @@ State = dict[str, Any]
 
 
 def load_given(job: Job, state: State) -> None:
-    """Load a state that a program has submitted, and not a checkpoint of ours, which is checked as it is read.
+    """Load a state from the user's program; a checkpoint of Stretto is checked when it is read instead.
 
     Raises:
         ForeignCheckpoint: It is not one of this job.
@@ -88,7 +88,8 @@ class JobState:
         }
 
     def blank(self, stored: Collection[str]) -> State:
-        """Return an empty state to read into: the whole model, and whatever else of `stored` this job can use.
+        """Return an empty state to read into: the whole model, and the other entries of `stored` that this job can
+        use.
 
         All ranks must call. `stored` are the names in a checkpoint.
         """
@@ -110,7 +111,7 @@ class JobState:
         }
 
     def found_in(self, state: State) -> tuple[State, dict[Piece, PieceState]]:
-        """Return the model's values and the optimizer's state in what was read; nothing changes yet.
+        """Return the model's values and the optimizer's state from the read entries; nothing changes yet.
 
         Raises:
             TornCheckpoint: A parameter is missing, or a count is none.
@@ -126,7 +127,7 @@ class JobState:
         }
 
     def load(self, state: State) -> None:
-        """Replace the job's state by `state`, which was read from a checkpoint; the errors are those of `found_in`."""
+        """Replace the job's state by `state`, which was read from a checkpoint; raises as `found_in`."""
         model, states = self.found_in(state)
         for piece in self.job.sharded.pieces:
             values = [_run(state.get(part, {}).get(piece.slot.name), piece) for part in ("master", "model")]

@@ -1,8 +1,7 @@
 """The model's floating-point buffers (BatchNorm's running statistics and the like), kept equal over ranks.
 
-Note [Statistics]
-    The forward passes of a rank change its own copy. A round carries a snapshot. The communication lane averages the
-    buffers that changed on any rank, and the landing installs
+Note [Statistics] The forward passes of a rank change its own copy. A round carries a snapshot. The communication lane
+    averages the buffers that changed on any rank, and the compute lane installs
 
         live ← average + (live - snapshot)
 
@@ -10,21 +9,20 @@ Note [Statistics]
     ranks are equal at every update. For an overlapping strategy, the ranks agree on `average`, which evaluation and
     checkpoints see; `live` also holds what came after the snapshot.
 
-Note [Buffers of another kind]
-    Modules may put a tensor of another shape or dtype in a buffer's place, or None. A rank whose buffer is not of the
-    kind that ranks agreed on says so in its report, and then all compare kinds. If they are equal, ranks agree on the
-    new kind from here on. If not, nobody can average, and nothing is agreed: every rank keeps its own. Ranks compare
-    again in every later round.
+Note [Buffers of another kind] Modules may replace a buffer by a tensor of another shape or dtype, or by None. A rank
+    whose buffer is not of the kind that ranks agreed on says so in its report, and then all compare kinds. If they
+    are equal, ranks agree on the new kind from here on. If not, ranks cannot average, and nothing is agreed: every
+    rank keeps its own. Ranks compare again in every later round.
 
-Note [Buffers that are written at rest]
-    What the user writes to a buffer is exchanged with the next round, like what forward passes write. Until that round
-    lands, and where none comes, nobody else knows of it. So what is shown, saved and left at the end is what ranks
-    agreed on, but for buffers that hold something else now than the last landing, the ready round or a checkpoint has
-    left there. Of these `settled` shows what this rank has. Where all ranks meet anyway, at a checkpoint and at the
-    end, they agree on the mean. Where ranks step alone, and have not met since, the mean is of what they hold anyway.
+Note [Buffers that are written at rest] The next round exchanges the user's writes to a buffer, like writes of forward
+    passes. Until that round is complete, and if none follows, no other rank knows of them. So Stretto shows, saves
+    and returns the agreed values, except for buffers that differ from the values of the last installed round, the
+    ready round or a checkpoint. Of these `settled` shows this rank's values. When all ranks meet anyway, at a
+    checkpoint and at the end, they agree on the mean. If ranks step alone, and have not met since, it is the mean of
+    their present values.
 
-    Under strategies that overlap, what is written after a round was closed is in the snapshot of the next one, and
-    what ranks agree on in between lacks it. So the lane keeps what buffers were when the last round started.
+    Under strategies that overlap, a write after a round was closed is in the snapshot of the next round, and the
+    values agreed in between lack it. So the lane keeps the buffers' values from the submission of the last round.
 """
 
 import functools
@@ -54,7 +52,7 @@ from stretto.exchange import Exchange
 from stretto.flat import original_name
 
 Carried: TypeAlias = tuple[list[Buffer], Tensor | None, list[Buffer], list[Buffer], list[int]]
-"""What a round carries of buffers: the snapshot, its changes, what is agreed, what is sound, rank 0's."""
+"""A round's buffers: the snapshot, its changes, the agreed values, the finite ones, and rank 0's."""
 
 
 class Statistics:
@@ -62,7 +60,7 @@ class Statistics:
 
     Args:
         model: The user's model.
-        choices: What becomes of which buffers.
+        choices: The treatment of each buffer.
 
     Raises:
         ConfigError: A choice is for no buffer.
@@ -81,8 +79,9 @@ class Statistics:
         self.agreed: list[Buffer] = [buffer.detach().clone() for buffer in named.values()]
         """Values that are equal on all ranks; they change at landings only. None where ranks do not agree."""
         self.sound = self.agreed
-        """What a round that is skipped goes back to: what ranks agreed on, or where they step alone, what this one had
-        after its last round that counted. Nobody may write them."""
+        """The values to restore after a skipped round: the agreed values, or, if ranks step alone, this rank's values
+        after its last round that counted. No code may write them.
+        """
         self._told: set[int] = set()
         """Those that a warning has named."""
         self._late: tuple[list[Buffer], list[Buffer]] | None = None
@@ -103,7 +102,7 @@ class Statistics:
 
     @property
     def changes(self) -> bytes:
-        """How each live buffer differs from what is agreed; the host waits for it."""
+        """How each live buffer differs from the agreed values; the host waits for it."""
         return changes_of(self.agreed, self.live)
 
     def carried(self) -> Carried:
@@ -114,7 +113,7 @@ class Statistics:
     def install(self, landing: Landing) -> None:
         """Install the averages that a round brought back for its snapshot.
 
-        A round that was skipped may have written NaN here: what was there before is restored first.
+        A skipped round may have written NaN here: the values from before are restored first.
         """
         averages = landing.reduction.statistics
         if landing.reduction.skipped:
@@ -131,7 +130,7 @@ class Statistics:
             self.go_on_from_live()
 
     def go_on_from_live(self) -> None:
-        """Take the live values, which may be this rank's own, for those that a round which is skipped goes back to."""
+        """Take the live values, which may be this rank's own, as the values to restore after a skipped round."""
         self.sound = copies_of(self.live)
 
     def go_on_from(self, agreed: Sequence[Buffer]) -> None:
@@ -150,7 +149,7 @@ class Statistics:
         self._late = None
 
     def exchange_live(self, values: Sequence[Buffer]) -> list[Buffer]:
-        """Put `values` into the model and return copies of what was there; None leaves a buffer unchanged."""
+        """Put `values` into the model and return copies of the old values; None leaves a buffer unchanged."""
         held = [
             None if value is None else buffer
             for buffer, value in zip(copies_of(self.live), values, strict=True)
@@ -177,7 +176,7 @@ class Statistics:
     # At rest
 
     def took_off(self, snapshot: list[Buffer]) -> None:
-        """A round with this snapshot starts; what was written since is in the next one."""
+        """A round with this snapshot is submitted; later writes are in the next round."""
         self._late = snapshot, self.copies
 
     def go_back(self, right: Collection[str]) -> None:
@@ -196,7 +195,8 @@ class Statistics:
         self._late, self._met = None, (round_index, own)
 
     def left_by(self, snapshot: Sequence[Buffer] | None, round_index: int) -> Sequence[Buffer]:
-        """Return what the last landing, the ready round with this snapshot, or a checkpoint has left in the model.
+        """Return the values that the last installed round, the ready round with this snapshot, or a checkpoint wrote
+        to the model.
 
         Args:
             snapshot: None where no round is ready.
@@ -207,7 +207,7 @@ class Statistics:
         return self.agreed if snapshot is None else snapshot
 
     def with_late_writes(self, agreed: Sequence[Buffer]) -> list[Buffer]:
-        """Return what ranks agree on, with what was written too late for the round that started last."""
+        """Return the agreed values, with writes that were too late for the last submitted round."""
         return list(agreed) if self._late is None else as_written(*self._late, agreed)
 
     def written_since(self, snapshot: Sequence[Buffer], own: Sequence[Buffer]) -> dict[str, Buffer]:
@@ -247,7 +247,8 @@ def moved(
 ) -> dict[int, Tensor]:
     """Return, by index, what live values become where averages of their snapshot are installed.
 
-    What has got another kind since the snapshot stays. `first` are those that rank 0 gives out: they are not moved.
+    A buffer whose kind has changed since the snapshot stays. `first` are buffers that follow rank 0: they are not
+    moved.
     """
     become: dict[int, Tensor] = {}
     columns: list[list[Buffer]] = [[None] * len(live) for _ in range(3)]
@@ -356,7 +357,7 @@ def _owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def as_written(before: Sequence[Buffer], now: Sequence[Buffer], agreed: Sequence[Buffer]) -> list[Buffer]:
-    """Return what is agreed, and of buffers that are no longer what they were before, what they are now."""
+    """Return the agreed values, but the present values of buffers that were written since."""
     triples = zip(changes_of(before, now), now, agreed, strict=True)
     return [value if is_written else old for is_written, value, old in triples]
 
@@ -366,8 +367,8 @@ def agreed_at_rest(exchange: Exchange, statistics: Statistics, shown: Sequence[B
 
     Args:
         exchange: Connects the ranks.
-        statistics: What they agreed on so far.
-        shown: What this rank would show: that, or what was written since.
+        statistics: The agreed values so far. shown: The values that this rank would show: the agreed values, or later
+            writes.
     """
     records = exchange.gather_bytes(changes_of(statistics.agreed, shown))
     on_any = [functools.reduce(operator.or_, flags) for flags in zip(*records, strict=True)]
@@ -387,9 +388,9 @@ def newest_at_rest(
     Args:
         exchange: Connects the ranks.
         statistics: This rank's.
-        means: Of what ranks hold, where anybody has contributed since a departure; otherwise what was agreed on before.
-        snapshot: This rank's at that departure.
-        averages: Of the ranks' snapshots, by index; newer than what landed last, where nobody has contributed since.
+        means: Of the ranks' present values, if any rank has contributed since a departure; otherwise the values
+            agreed before. snapshot: This rank's at that departure. averages: Of the ranks' snapshots, by index; newer
+            than the last installed values, if no rank has contributed since.
     """
     is_older = [mean is agreed for mean, agreed in zip(means, statistics.agreed, strict=True)]
     newest = [averages.get(i, mean) if is_older[i] else mean for i, mean in enumerate(means)]

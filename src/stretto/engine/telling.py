@@ -1,4 +1,4 @@
-"""What the other ranks are told where one leaves because of an error, and how long it waits until they have heard."""
+"""The report to the other ranks when a rank leaves because of an error, and its wait until they have read it."""
 
 import time
 from collections.abc import Collection
@@ -20,7 +20,7 @@ from stretto.groups.connections import Connection
 _POLL_SECONDS = 0.05
 """Seconds between two questions who has heard why this rank leaves."""
 _SEEN_BY_ALL = (NonFinite, Quarantined, RanksDisagree, UnusedParameters)
-"""Errors that every rank finds and raises without being told, from the same round report or incidents."""
+"""Errors that every rank finds and raises without a report, from the same round report or incidents."""
 _OF_ONE_WORKER = (ReplicaNonFinite, WorkerDisagrees)
 """Those of them that only the ranks of one worker find."""
 
@@ -33,7 +33,7 @@ def tell(
     *,
     is_users: bool = False,
 ) -> bool:
-    """Tell the other ranks why this one leaves.
+    """Report to the other ranks why this one leaves.
 
     Args:
         watcher: Reads and writes the store.
@@ -43,7 +43,7 @@ def tell(
         is_users: Whether the user's code has raised it, so that its type says nothing about who knows of it.
 
     Returns:
-        Whether the error was told: not one that came from another rank, nor one that every rank finds alone.
+        Whether the error was reported: not an error from another rank, nor an error that every rank finds alone.
     """
     known = isinstance(error, _SEEN_BY_ALL) and not isinstance(error, _OF_ONE_WORKER)
     is_told = is_users or not (known or isinstance(error, CommunicationError))

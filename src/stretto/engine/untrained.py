@@ -1,4 +1,4 @@
-"""What a model holds beside what is trained."""
+"""Tensors of a model that no step trains."""
 
 from torch import Tensor, nn
 

@@ -1,9 +1,9 @@
-"""The watcher: a thread of each rank that gives signs of life in the job's store, and looks there at those of others.
+"""The watcher: a thread of each rank that gives signs of life in the job's store, and reads the signs of others
+there.
 
-Note [Calls of the store]
-    No call of a `TCPStore` gives up on a host that is stopped or cut off. So nobody calls the store but this thread, on
-    its own connection. Others read what it has found last, hand it what it shall write, and wait for it for a
-    bounded time.
+Note [Calls of the store] No call of a `TCPStore` gives up on a host that is stopped or cut off. So only this thread
+    calls the store, on its own connection. Other threads read its last findings, give it texts to write, and wait for
+    it for a bounded time.
 
 Note [How long a rank is silent]
     What counts is the time between looks that the store has answered, and of a longer pause no more than two periods.
@@ -41,7 +41,7 @@ _PERIODS = 4
 _WATCHED = 8
 """Ranks whose signs one rank reads: those that follow it, and so a whole node's."""
 _LATE = 6
-"""Part of the time after which a rank counts as silent, after which it is told as late."""
+"""Part of the time after which a rank counts as silent, after which it is reported as late."""
 _ARRIVE_SECONDS = 5.0
 """How long a job waits at its start for the store to answer."""
 _JOIN_SECONDS = 1.0
@@ -62,13 +62,13 @@ class Watcher:
     """Gives signs of this rank's life, and knows what others have written.
 
     Args:
-        store: Of the job's group; None, or a rank alone, watches nobody.
-        members: Of the job: their ranks in the default group, by which whoever has started them calls them.
+        store: Of the job's group; None, or a rank alone, watches no rank. members: Of the job: their ranks in the
+            default group, as their supervisor names them.
         rank: Of this process among them.
         keeps_store: Whether the store ends with this process.
-        host: The address at which other ranks see this one, for its answers; None for the one towards the store.
+        host: The address at which other ranks see this one, for its answers; None for the address towards the store.
         silent_seconds: After which a rank without a sign of life counts as silent.
-        aborts: Groups to abort once a rank is known to be gone, because nothing else ends what waits for them.
+        aborts: Groups to abort once a rank is known to be gone, because nothing else ends the waits for them.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Watcher:
         following = [(rank + distance) % len(members) for distance in range(1, len(members))]
         self._watched = following[:_WATCHED]
         self._readable: set[int] = set()
-        """Ranks whose sign can be read: a read waits for a key that nobody has written."""
+        """Ranks whose sign can be read: a read of a missing key waits."""
         self._silence: dict[int, float] = {}
         self._late: set[int] = set()
         self._errands: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]] = queue.SimpleQueue()
@@ -139,7 +139,7 @@ class Watcher:
         return found
 
     def gone(self, hosts: Collection[str], seconds: float) -> list[int]:
-        """Return the ranks at these addresses where nobody answers any more: they have died, or ended the job."""
+        """Return the ranks whose addresses no longer answer: they have died, or ended the job."""
         self._do(self._find_answers, seconds)
         # If the store has ended, at least its keeper's address is known.
         known = {**self.heard("keeper"), **self._where}
@@ -165,12 +165,12 @@ class Watcher:
 
     @property
     def left(self) -> set[int]:
-        """Ranks that have ended the job in their own way, of those whose signs are read here."""
+        """Watched ranks that have ended the job normally."""
         return {rank for rank, beat in self.beats.items() if beat == _LEFT}
 
     @property
     def silent(self) -> list[int]:
-        """Ranks without a sign of life while they may be, of those whose signs are read here."""
+        """Watched ranks without a sign of life for longer than allowed."""
         return sorted(rank for rank, seconds in self._silence.items() if seconds >= self.silent_seconds)
 
     @property
@@ -179,7 +179,7 @@ class Watcher:
         return next(iter(self.heard("keeper")), None)
 
     def end(self, *, leaves: bool = True, finishes: bool = False) -> None:
-        """Give no more signs; a rank that leaves says so, and nobody takes it for dead."""
+        """Give no more signs; a rank that leaves says so, and no rank counts it as dead."""
         if self.is_over:
             return
         self.is_over, self.has_finished = True, finishes
@@ -192,7 +192,9 @@ class Watcher:
     # The thread
 
     def _do(self, errand: Callable[[], None], seconds: float) -> bool:
-        """Have it done; return whether it is within `seconds`. Nobody waits while one that was due is not done."""
+        """Let the thread do it; return whether it is done within `seconds`. No caller waits while an overdue call is
+        not done.
+        """
         if self._thread is None or self.is_over:
             return False
         done, is_stuck = threading.Event(), not self._overdue.is_set()

@@ -111,7 +111,7 @@ class ErrorFeedback:
             self._sent = []
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's residual, by parameter; views of its own tensors."""
+        """Return this rank's residual, by parameter, as views."""
         return {
             slot.name: self.owed[slot.set_index][slot.start : slot.stop].view(slot.shape)
             for slot in self._layout.slots

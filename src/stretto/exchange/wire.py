@@ -110,7 +110,7 @@ class PlainWire(Wire):
 
 
 FP32 = PlainWire("fp32", torch.float64)
-"""All bits that there are: float32 values are sent in 32 bits, and float64 values in 64."""
+"""All bits: float32 values are sent in 32 bits, and float64 values in 64."""
 BF16 = PlainWire("bf16", torch.bfloat16)
 
 
