@@ -24,5 +24,8 @@ def draws(most: int, least: int = 2) -> range:
 
 
 def part(cases: Iterable[T]) -> list[T]:
-    """Return every fourth case, beginning with the first; all of them in `make test-all`."""
-    return list(cases)[:: 1 if EVERYTHING else 4]
+    """Return a quarter of the cases, beginning with the first; all of them in `make test-all`.
+
+    Of every four it is another one each time, so that of a product neither side is left out.
+    """
+    return [one for number, one in enumerate(cases) if EVERYTHING or number % 4 == number // 4 % 4]

@@ -14,6 +14,7 @@ from experiments.campaign.trial import golden_runs
 from stretto.guards import GUARDS, Guard
 from stretto.guards.contract import GuardScript
 from stretto_lab.recipes import TaskConfig
+from tests.draws import part
 from tests.train.tiny import Tiny
 
 WIDE = Tiny(width=12_000, dropout=0.0)
@@ -46,7 +47,7 @@ def test_a_campaign_keeps_every_promise_and_its_faults_come_out_the_same_again()
     assert [struck(WIDE, drawn) for drawn in islice(draw_faults(0), 3)] == judgements
 
 
-@pytest.mark.parametrize("site", ["masters", "reduced gradient"])
+@pytest.mark.parametrize("site", part(["masters", "reduced gradient"]))
 def test_a_guard_that_sleeps_has_broken_its_promise(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = next(
         one
@@ -65,7 +66,7 @@ def test_one_fault_is_repeated_with_what_every_rank_saw(capsys: pytest.CaptureFi
     assert f"rank {drawn.rank}: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("strategy", "site"), [("wp", "gathered values"), ("zero1", "masters")])
+@pytest.mark.parametrize(("strategy", "site"), part([("wp", "gathered values"), ("zero1", "masters")]))
 def test_what_is_found_behind_the_last_update_is_told(strategy: str, site: str) -> None:
     late = (one for one in draw_faults(0) if (one.fault.site, one.job.strategy) == (site, strategy))
     judgement = struck(NARROW, next(one for one in late if one.moment > 0.9 and not one.lasts))

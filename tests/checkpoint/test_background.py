@@ -51,6 +51,7 @@ def saved_both_ways(job: Job, folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_files_are_those_of_a_synchronous_save_and_the_job_is_what_it_would_have_been(
     name: str, tmp_path: Path

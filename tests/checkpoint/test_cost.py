@@ -13,7 +13,7 @@ from stretto import checkpoint
 from stretto.checkpoint.manifest import FILE
 from stretto_lab.virtual import VirtualCluster
 
-FEW, MANY = 8, 128
+FEW, MANY = 8, 48
 MOST_MANIFEST_BYTES = 64
 """For each rank: the length of its share, and its digest."""
 MOST_READ = 10

@@ -228,7 +228,7 @@ def carried(way: Way, change: Change, rank: int, group: Any, folder: Path) -> Ou
     return outcome(job)
 
 
-@pytest.mark.long(keep=2)
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("seed", seeds(12))
 def test_whatever_carries_a_state_a_job_goes_on_from_it_alike(seed: int, tmp_path: Path) -> None:
     change = Change.drawn(seed)
@@ -267,6 +267,7 @@ def held_by(case: Case, step: int, folder: Path) -> Sequence[Held]:
     return [pickle.loads(found[rank]) for rank in range(case.ranks)]
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("ranks", [(2, 3), (3, 1)])
 @pytest.mark.parametrize("strategy", STRATEGIES[:1] + STRATEGIES[2:9:2], ids=str)
 def test_at_another_world_size_memory_and_files_bring_the_same(

@@ -89,7 +89,7 @@ def test_every_strategy_is_held() -> None:
     assert {one.strategy.name for one in CASES.values()} == set(STRATEGIES)
 
 
-@pytest.mark.long(keep=6)
+@pytest.mark.long(keep=3)
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_go_on_to_the_bit(name: str) -> None:
     """From the start and from the middle; where something travels, from before, while and behind; undamaged."""
@@ -102,7 +102,7 @@ def test_ranks_go_on_to_the_bit(name: str) -> None:
     assert goes_on(chosen, ranks, saved_at=saved_at) == []
 
 
-@pytest.mark.long(keep=4)
+@pytest.mark.long(keep=2)
 @pytest.mark.parametrize(
     "name", [name for name, one in CASES.items() if not one.damage and not one.options.ranks_per_node]
 )
@@ -110,6 +110,7 @@ def test_a_lone_rank_goes_on_to_the_bit(name: str) -> None:
     assert goes_on(CASES[name], 1, saved_at=(2,)) == []
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(
     "name", ["acco, int8 wire", "dpu, bf16 model and wire", "local, state averaged, sgd"]
 )

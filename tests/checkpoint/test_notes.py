@@ -176,6 +176,7 @@ def run(
     return whole[0] == again[0] and torch.equal(whole[1], again[1]), restored.notes, restored.is_pass_over
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_notes_are_empty_exactly_where_the_run_that_goes_on_equals_the_other(
     strategy: str, tmp_path: Path

@@ -24,7 +24,7 @@ from stretto.engine import Clock
 from stretto.strategies import STRATEGIES, DiLoCo, PAFTSync, Strategy
 from stretto.strategies.ledger import ledger_of
 from stretto_lab.virtual import Compute, VirtualCluster, parse_network
-from tests.draws import draws, seeds
+from tests.draws import draws, part, seeds
 
 JOBS: tuple[Strategy, ...] = (
     *(kind() for kind in STRATEGIES.values()),
@@ -307,6 +307,7 @@ def check(case: Case, folder: Path) -> None:
         assert torch.equal(after.weight, before.weight), case
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("seed", seeds(8))
 def test_every_batch_comes_once_all_end_together_and_a_checkpoint_goes_on_to_the_bit(
     seed: int, tmp_path: Path
@@ -316,7 +317,7 @@ def test_every_batch_comes_once_all_end_together_and_a_checkpoint_goes_on_to_the
         check(drawn(draw), tmp_path / str(number))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", part(range(4)))
 def test_a_rank_that_steps_alone_and_learns_late_of_an_end_trains_in_every_pass(
     seed: int, tmp_path: Path
 ) -> None:
@@ -340,7 +341,7 @@ def test_a_rank_that_steps_alone_and_learns_late_of_an_end_trains_in_every_pass(
             ] == [], case
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", part(range(4)))
 def test_what_a_rank_knows_of_its_end_changes_nothing_where_ranks_step_alone(
     seed: int, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from stretto_lab import testing
 from tests.bits import unequal
 from tests.checkpoint.jobs import NAMES, SAVED_AT, STRATEGIES, Case, Job
 from tests.checkpoint.plainly import read_into
+from tests.draws import part
 from tests.processes import run_ranks
 
 # What PyTorch says of every save and load in a single process.
@@ -37,8 +38,7 @@ def saved(rank: int, directory: str, world_size: int, names: list[str]) -> dict[
     return expected
 
 
-@pytest.mark.long(keep=1)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", part([1, 2]))
 def test_a_bare_model_and_a_plain_optimizer_read_every_strategy(world_size: int, tmp_path: Path) -> None:
     expected = run_ranks(world_size, saved, str(tmp_path), world_size, NAMES)[0]
     for strategy in STRATEGIES:
@@ -122,8 +122,7 @@ def through_plain_tools(rank: int, directory: str, world_size: int) -> None:
         fresh.train(SAVED_AT + 1)
 
 
-@pytest.mark.long(keep=1)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", part([1, 2]))
 def test_state_dict_goes_through_plain_save_and_load(world_size: int, tmp_path: Path) -> None:
     run_ranks(world_size, through_plain_tools, str(tmp_path), world_size)
 

@@ -37,6 +37,7 @@ def train(parallel: st.DataParallel, updates: int, seed: int, size: float = 1.0)
     parallel.commit()
 
 
+@pytest.mark.long(keep=2)
 @pytest.mark.parametrize("wire", ["fp32", "int4"])
 @pytest.mark.parametrize("strategy", EVERY, ids=lambda strategy: strategy.name)
 def test_a_job_that_loads_a_state_goes_on_as_a_new_one(strategy: st.Strategy, wire: str) -> None:

@@ -15,7 +15,7 @@ from stretto import checkpoint
 from stretto.engine.state import JobState
 from stretto.errors import CheckpointError
 from stretto_lab.virtual import VirtualCluster
-from tests.draws import draws
+from tests.draws import draws, part
 
 KINDS = ("tensor", "scalar tensor", "number", "text", "none", "bytes")
 
@@ -119,13 +119,12 @@ def held(parallel: stretto.DataParallel) -> list[Any]:
     ]
 
 
-@pytest.mark.long(keep=1)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", part([1, 2]))
 def test_settings_and_extra_states_come_back_as_they_were_and_training_goes_on_to_the_bit(
     world_size: int, tmp_path: Path
 ) -> None:
     def program(rank: int, group: dist.ProcessGroup) -> None:
-        for seed in draws(50):
+        for seed in draws(24):
             folder = tmp_path / f"{world_size}-{seed}"
             parallel = job(seed, group)
             train(parallel, seed, range(3))

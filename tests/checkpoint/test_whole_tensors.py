@@ -69,7 +69,7 @@ CASES = [
 ]
 
 
-@pytest.mark.long(keep=2)
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(("name", "strategy"), CASES)
 def test_two_ranks_save_and_three_or_one_go_on_to_the_bit(name: str, strategy: str, tmp_path: Path) -> None:
     straight, _ = run(name, strategy, 1)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.draws import part
 from tests.processes import Command
 
 TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny.py'}:Tiny"
@@ -65,8 +66,7 @@ def test_a_stop_signal_to_all_processes_ends_them_without_a_traceback(
     assert command.returncode in ((code,) if number == signal.SIGINT else (code, -number))
 
 
-@pytest.mark.long(keep=1)
-@pytest.mark.parametrize("line", ["loading PyTorch", "update 1/"])
+@pytest.mark.parametrize("line", part(["loading PyTorch", "update 1/"]))
 def test_a_command_whose_output_nobody_reads_ends_in_one_line(line: str) -> None:
     with started(TRAIN, line) as command:
         try:

@@ -114,6 +114,7 @@ def test_a_run_goes_on_with_the_options_that_it_had(
     assert "to continue     stretto resume moved --updates 12" in capsys.readouterr().out
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(
     ("options", "code"),
     [(["--task.width", "8", "--updates", "6"], 1), (["--strategy", "ddp"], 0)],

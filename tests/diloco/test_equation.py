@@ -85,6 +85,7 @@ def observed(case: Case, strategy: DiLoCo | LocalSGD) -> list[Observed]:
     return list(VirtualCluster(3).run(lambda rank, group: train_case(rank, case, group)).values)
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("name", CASES)
 def test_with_a_plain_outer_step_it_is_local_to_the_bit(name: str) -> None:
     """What is shown and committed at every update, buffers, records and the end."""

@@ -47,6 +47,7 @@ def moments(parallel: st.DataParallel) -> Tensor:
     return torch.cat([state["momentum_buffer"].flatten() for state in states])[: 2 * WIDTH]
 
 
+@pytest.mark.long(keep=2)
 @pytest.mark.parametrize("seed", seeds(16))
 def test_what_is_shown_to_who_looks_and_saved_of_optimizers_is_the_mean_of_all_replicas(seed: int) -> None:
     """Behind every update, whatever is under way; and to look changes nothing."""

@@ -70,6 +70,7 @@ def test_a_fragment_that_is_under_way_for_longer_than_a_new_delay_lands_at_once(
         assert gaps[0] == 0
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(
     "strategy",
     [

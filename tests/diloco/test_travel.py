@@ -117,6 +117,7 @@ ENDS = {
 }
 
 
+@pytest.mark.long(keep=2)
 @pytest.mark.parametrize("name", ENDS)
 def test_everything_lands_and_all_ranks_end_alike(name: str) -> None:
     case = ENDS[name]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stretto import Bernoulli, EchoLoader, EchoOptions, Even, Ready, errors
 from stretto.echo import Linear, Plan
+from tests.draws import part
 
 CASES = 200
 LENGTH = 6
@@ -143,9 +144,9 @@ class Reusing:
 
 
 def write_into(batch: Any) -> None:
-    for part in contents(batch):
-        if not isinstance(part, type):
-            part[...] = -1
+    for array in contents(batch):
+        if not isinstance(array, type):
+            array[...] = -1
 
 
 def random_plan(draws: random.Random) -> Plan:
@@ -173,7 +174,7 @@ def used(
     return seen, shapes, False
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", part(range(4)))
 def test_every_use_shows_the_batch_that_was_read_or_a_write_is_noticed(block: int) -> None:
     for case in range(block * CASES // 4, (block + 1) * CASES // 4):
         draws = random.Random(case)

@@ -24,6 +24,7 @@ def passes(loader: EchoLoader[Any], count: int) -> list[list[int]]:
     return [[batch["number"][0] // 2 for batch in loader] for _ in range(count)]
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("resume", ["refetch", "drop"])
 @pytest.mark.parametrize("plan", [Even(2.5), Bernoulli(0.4)], ids=repr)
 def test_a_run_goes_on_at_every_cut_and_later_passes_begin_at_the_beginning(plan: Any, resume: Any) -> None:

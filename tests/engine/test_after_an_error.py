@@ -21,7 +21,7 @@ from stretto import checkpoint
 from stretto.errors import ConfigError, EstimateShown, PeerFailed
 from stretto.strategies import STRATEGIES, DiLoCo, Strategy
 from stretto_lab.virtual import VirtualCluster
-from tests.draws import draws
+from tests.draws import draws, part
 
 EVERY: dict[str, Callable[[], Strategy]] = {**STRATEGIES, "diloco": lambda: DiLoCo(interval=2)}
 BATCHES = 11
@@ -108,6 +108,7 @@ def shows_estimate(model: nn.Module) -> bool:
     return False
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("name", EVERY)
 def test_after_an_error_what_the_model_gives_away_is_committed_or_refused(name: str) -> None:
     def program(rank: int, group: dist.ProcessGroup) -> Any:
@@ -124,7 +125,7 @@ def test_after_an_error_what_the_model_gives_away_is_committed_or_refused(name: 
                 given[way] = call(run.model)
         return given, run.committed
 
-    for seed in draws(40, 8):
+    for seed in draws(40, 4):
         draw = random.Random(f"{name} {seed}")
         world_size, has_with = draw.randint(1, 2), draw.random() < 0.5
         fails_at = draw.randrange(2, BATCHES)
@@ -144,7 +145,7 @@ def test_after_an_error_what_the_model_gives_away_is_committed_or_refused(name: 
             assert "refused" not in [value for given, _ in found for value in given.values()], case
 
 
-@pytest.mark.parametrize("name", ["acco", "wp"])
+@pytest.mark.parametrize("name", part(["acco", "wp"]))
 def test_a_new_job_over_an_estimate_trains_once_committed_values_are_loaded(
     name: str, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from stretto import ACCO, DDP, DPU, DiLoCo, LocalSGD, Options, WeightPrediction,
 from stretto.errors import CheckpointError, ConfigError
 from stretto.strategies import Strategy
 from stretto_lab.virtual import VirtualCluster, parse_network
-from tests.draws import draws
+from tests.draws import draws, part
 
 EXACT: tuple[Strategy, ...] = (ZeRO1(), DDP())
 OTHERS: tuple[Strategy, ...] = (
@@ -154,7 +154,7 @@ def expected(case: Case, rank: int, index: int) -> float | None:
     return values[0] if choice == "rank0" else sum(values) / len(values)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", part(range(4)))
 def test_a_buffer_of_one_kind_is_what_its_choice_says_and_another_is_each_ranks_own(seed: int) -> None:
     draw = random.Random(seed)
     for number in draws(40):

@@ -197,7 +197,7 @@ def test_a_copy_of_the_model_equals_a_plain_one_and_is_independent_of_the_job(se
 
 
 def two_ranks(rank: int) -> None:
-    for seed in draws(60):
+    for seed in draws(32):
         one_case(seed, rank)
 
 

@@ -98,6 +98,7 @@ def of_gradients(begun: list[str]) -> int:
     return sum(name in _OF_GRADIENTS for name in begun)
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("settings", part([{"wire": wire} for wire in OF_GRADIENTS]), ids=str)
 @pytest.mark.parametrize("strategy", [DDP(), ZeRO1()], ids=lambda strategy: strategy.name)
 def test_nine_in_ten_buckets_leave_before_any_is_known_to_have_arrived(

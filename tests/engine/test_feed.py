@@ -40,6 +40,7 @@ UNEQUAL = (
 )
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("guards", [(), (stretto.AtRest(),)], ids=["bare", "guarded"])
 @pytest.mark.parametrize("strategy", part(UNEQUAL), ids=str)
 def test_ranks_end_a_feed_at_the_same_update_whatever_the_lengths_of_their_data(

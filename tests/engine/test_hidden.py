@@ -16,6 +16,7 @@ from stretto import ACCO, DDP, AtRest, Audit, Clock, DataParallel, Options, PAFT
 from stretto.engine.hidden import HiddenAccumulation
 from stretto_lab.virtual import Compute, Span, Trace, Transfer, VirtualCluster
 from tests.bits import unequal
+from tests.draws import part
 from tests.processes import rank_outcomes
 
 WIDTH, LAYERS, UPDATES, MICRO_BATCHES = 24, 4, 4, 2
@@ -156,6 +157,7 @@ def with_hooks_that_rewrite(net: Net, parallel: DataParallel, rank: int, index: 
     plain(net, parallel, rank, index)
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(
     "step",
     [
@@ -217,7 +219,7 @@ def damaging(where: tuple[int, int], layer: int, place: int, factor: float, kept
 
 def test_wherever_and_whenever_the_model_is_damaged_the_result_is_that_of_the_unhidden_job() -> None:
     draws = random.Random(5)
-    for strategy, world_size, kept in itertools.product([DDP(), ZeRO1()], [2, 3], [True, False]):
+    for strategy, world_size, kept in part(itertools.product([DDP(), ZeRO1()], [2, 3], [True, False])):
         where = draws.randrange(world_size), draws.randrange(UPDATES * MICRO_BATCHES)
         layer, place = draws.randrange(LAYERS), draws.randrange(WIDTH * WIDTH)
         factor = draws.choice([-1.0, 0.0, 1.5, 1e30])

@@ -9,6 +9,7 @@ from torch import nn
 
 import stretto as st
 from stretto.strategies.ledger import ledger_of
+from tests.draws import part
 from tests.engine.late_device import LateDevice, OnLateDevice
 
 STRATEGIES = {"acco": st.ACCO(), "wp": st.WeightPrediction(), "dpu": st.DPU(), "zero1": st.ZeRO1()}
@@ -95,8 +96,7 @@ def test_an_exchange_that_nothing_hides_is_exposed_whole_and_the_computing_befor
     job.parallel.finish()
 
 
-@pytest.mark.long(keep=1)
-@pytest.mark.parametrize("strategy", [st.DPU(), st.WeightPrediction()])
+@pytest.mark.parametrize("strategy", part([st.DPU(), st.WeightPrediction()]))
 def test_a_clock_counts_what_the_device_has_computed_and_at_most_one_micro_batch_more(
     strategy: st.Strategy,
 ) -> None:

@@ -63,7 +63,7 @@ def drawn(strategy: Strategy) -> list[dict[str, Any]]:
     return cases
 
 
-@pytest.mark.long(keep=2)
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("strategy", [*EQUAL, *APART], ids=str)
 def test_nothing_is_freed_before_its_stream_knows_that_others_are_done_with_it(strategy: Strategy) -> None:
     for settings in part(drawn(strategy)):

@@ -23,7 +23,7 @@ from tests.exactness.reference import trace
 every_case = pytest.mark.parametrize("index", range(len(CASES)), ids=map(describe, CASES))
 
 
-@pytest.mark.long(keep=3)
+@pytest.mark.long(keep=len(CASES))
 @every_case
 def test_loss_and_gradient_norm_are_those_of_the_weighted_mean_over_ranks_before_clipping(index: int) -> None:
     case = CASES[index]

@@ -110,6 +110,7 @@ def only_rank_0_settles(rank: int, world_size: int) -> str:
 MISSING = "ValueError: column 'text' is missing"
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(
     ("program", "world_size", "strategy", "who", "cause"),
     [

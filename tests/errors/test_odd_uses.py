@@ -235,14 +235,14 @@ def test_odd_arguments_end_well_or_in_an_error_of_the_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    check(odd_calls(len(draws(300)), seed=FIRST_SEED), rank=0)
+    check(odd_calls(len(draws(160)), seed=FIRST_SEED), rank=0)
 
 
 def of_two_ranks(rank: int) -> None:
     check(
         [
             case
-            for case in odd_calls(len(draws(80)), seed=FIRST_SEED + 1)
+            for case in odd_calls(len(draws(40)), seed=FIRST_SEED + 1)
             if not case[0].startswith("DataParallel")
         ],
         rank,

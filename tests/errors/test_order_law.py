@@ -353,21 +353,21 @@ def check(case: Sequence, folder: Path, rank: int = 0, *, as_plain: bool = False
 
 
 def test_calls_that_a_plain_loop_has_too_come_to_what_it_comes_to(tmp_path: Path) -> None:
-    cases = plain_sequences(len(draws(160)), seed=FIRST_SEED)
+    cases = plain_sequences(len(draws(100)), seed=FIRST_SEED)
     ended = [check(case, tmp_path / str(index), as_plain=True) for index, case in enumerate(cases)]
     assert sum(ended) > len(cases) / 3
 
 
 def test_calls_out_of_order_end_well_or_in_one_line(tmp_path: Path) -> None:
     """Some come from inside the job's own calls: its hooks, callbacks, loaders and schedules."""
-    for index, case in enumerate(odd_sequences(len(draws(200)), seed=FIRST_SEED + 1)):
+    for index, case in enumerate(odd_sequences(len(draws(120)), seed=FIRST_SEED + 1)):
         check(case, tmp_path / str(index))
 
 
 def of_two_ranks(rank: int, folder: str) -> None:
     cases = [
-        *odd_sequences(len(draws(40)), seed=FIRST_SEED + 2),
-        *plain_sequences(len(draws(20)), seed=FIRST_SEED + 3),
+        *odd_sequences(len(draws(24)), seed=FIRST_SEED + 2),
+        *plain_sequences(len(draws(12)), seed=FIRST_SEED + 3),
     ]
     for index, case in enumerate(cases):
         check(case, Path(folder, str(index)), rank)

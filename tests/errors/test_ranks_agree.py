@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import stretto as st
 from stretto.errors import RanksDisagree, StrettoError
 from stretto_lab.virtual import VirtualCluster, VirtualGroup
+from tests.draws import draws
 from tests.errors.tiny import BOTH_KINDS, STRATEGIES, TinyJob, tiny_model
 from tests.processes import run_ranks
 
@@ -160,7 +161,7 @@ SCENARIOS: dict[str, Callable[[int], Any]] = {
     **{f"turned {name}": lambda rank, name=name: turned_otherwise(rank, name) for name in BOTH_KINDS},
     **{f"infinite slope {name}": lambda rank, name=name: trained_on(rank, name) for name in STRATEGIES},
     "nothing to train on one rank": lambda rank: TinyJob(model=tiny_model().requires_grad_(rank == 0)),
-    "objects": lambda rank: kept_in_groups(rank, 100),
+    "objects": lambda rank: kept_in_groups(rank, len(draws(60))),
     "other values": started_from_other_values,
     **{
         f"unused on all {name}": lambda rank, name=name: TinyJob(name, model=OnePath(0)).until_update()
@@ -195,39 +196,26 @@ def check_told(results: list[dict[str, Any]], name: str, *parts: str) -> None:
             assert part in str(result[name])
 
 
-@pytest.mark.long(keep=1)
-@pytest.mark.parametrize("name", DIFFERENCES)
-def test_ranks_that_are_wrapped_differently_are_told_in_what(
-    results: list[dict[str, Any]], name: str
-) -> None:
-    parts = DIFFERENCES[name][1]
-    check_told(results, f"other {name}", "RanksDisagree: ", "before step 1", "differ in", *parts, "the same")
+def test_ranks_that_are_wrapped_differently_are_told_in_what(results: list[dict[str, Any]]) -> None:
+    for name, (_, parts) in DIFFERENCES.items():
+        words = "RanksDisagree: ", "before step 1", "differ in", *parts, "the same"
+        check_told(results, f"other {name}", *words)
 
 
-@pytest.mark.parametrize("strategy", BOTH_KINDS)
 def test_a_schedule_that_one_rank_turns_differently_is_told_with_both_rates(
-    results: list[dict[str, Any]], strategy: str
+    results: list[dict[str, Any]],
 ) -> None:
-    check_told(
-        results,
-        f"turned {strategy}",
-        "RanksDisagree: ",
-        "after step",
-        "expected 'group 0: lr=0.05' as on rank 0, found 'group 0: lr=0.02' on rank 1",
-    )
+    words = "expected 'group 0: lr=0.05' as on rank 0, found 'group 0: lr=0.02' on rank 1"
+    for strategy in BOTH_KINDS:
+        check_told(results, f"turned {strategy}", "RanksDisagree: ", "after step", words)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_gradient_that_is_not_finite_raises_everywhere_and_names_the_rank(
-    results: list[dict[str, Any]], strategy: str
+    results: list[dict[str, Any]],
 ) -> None:
-    check_told(
-        results,
-        f"infinite slope {strategy}",
-        "NonFinite: ",
-        "step 2",
-        "the gradient is not finite on ranks [1]",
-    )
+    for strategy in STRATEGIES:
+        told = "NonFinite: ", "step 2", "the gradient is not finite on ranks [1]"
+        check_told(results, f"infinite slope {strategy}", *told)
 
 
 def test_what_only_one_rank_cannot_train_is_told_to_the_others(results: list[dict[str, Any]]) -> None:

@@ -57,6 +57,7 @@ def trained_twice(rank: int, strategy: st.Strategy, options: dict[str, Any]) -> 
     return plain, trained(rank, strategy, NcclLikeGroup(), late, **options)
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("name", [*part(STRATEGIES), "zero1 with guards"])
 def test_a_late_rank_is_waited_for_without_a_timeout_where_that_would_abort_the_group(name: str) -> None:
     if name in STRATEGIES:

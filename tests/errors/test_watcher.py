@@ -21,6 +21,7 @@ from stretto.groups import Link, private_group
 from stretto.groups.collectives import Call
 from stretto_lab.train.launch import LocalRanks
 from stretto_lab.train.workers import RankInfo, joined_group
+from tests.draws import part
 from tests.errors.test_failures import SECONDS_TO_NOTICE, default_store
 from tests.errors.test_watch import NEVER, detector
 from tests.errors.tiny import TinyJob, says
@@ -184,8 +185,7 @@ def host_blocked_by_a_device(rank: int, folder: Path | None) -> str:
     return "nothing"
 
 
-@pytest.mark.long(keep=1)
-@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("saves", part([False, True]))
 def test_a_host_that_waits_for_its_device_is_released_where_only_an_abort_ends_a_collective(
     saves: bool, tmp_path: Path
 ) -> None:

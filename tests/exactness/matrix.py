@@ -6,6 +6,7 @@ import itertools
 import torch
 
 from stretto import Options
+from tests.draws import part
 from tests.exactness.jobs import STRATEGIES, Case, Observed, describe, train_all
 from tests.processes import run_ranks
 
@@ -30,7 +31,7 @@ def is_odd(case: Case) -> bool:
     return (case.optimizer == "adamw") ^ (case.options.clip_norm is not None) ^ case.tokens
 
 
-CASES = [case for case in EVERY_CASE if is_odd(case)]
+CASES = part(case for case in EVERY_CASE if is_odd(case))
 # Model, wire, accumulation.
 PRECISIONS = (
     (torch.float32, "bf16", "fp32"),
@@ -38,7 +39,7 @@ PRECISIONS = (
     (torch.bfloat16, "bf16", "fp32"),
     (torch.bfloat16, "bf16", "parameter"),
 )
-ROUNDED = [
+ROUNDED = part(
     Case(
         strategy=strategy,
         tokens=True,
@@ -47,38 +48,40 @@ ROUNDED = [
         options=Options(bucket_bytes=4096, wire=wire, accumulate=accumulate, clip_norm=1.5),
     )
     for strategy, (dtype, wire, accumulate) in itertools.product(STRATEGIES, PRECISIONS)
-]
+)
 """16-bit wires, models and accumulation: the equations with rounding where it is said to happen."""
 UNUSED_OPTIONS = Options(bucket_bytes=4096, allow_unused=True)
-UNUSED = [
-    *(
-        Case(strategy=strategy, branch=branch, lengths=(19,), options=UNUSED_OPTIONS)
-        for strategy, branch in itertools.product(
-            STRATEGIES, ("some", "one rank", "never", "first micro-batch")
-        )
-    ),
-    *(
-        Case(strategy=strategy, tied=True, frozen=True, branch="some", options=UNUSED_OPTIONS)
-        for strategy in STRATEGIES
-    ),
-    *(Case(strategy=strategy, batch_norm=True, branch="some") for strategy in STRATEGIES),
-]
+UNUSED = part(
+    [
+        *(
+            Case(strategy=strategy, branch=branch, lengths=(19,), options=UNUSED_OPTIONS)
+            for strategy, branch in itertools.product(
+                STRATEGIES, ("some", "one rank", "never", "first micro-batch")
+            )
+        ),
+        *(
+            Case(strategy=strategy, tied=True, frozen=True, branch="some", options=UNUSED_OPTIONS)
+            for strategy in STRATEGIES
+        ),
+        *(Case(strategy=strategy, batch_norm=True, branch="some") for strategy in STRATEGIES),
+    ]
+)
 """Parameters without gradient, frozen and tied ones: the reference steps a stock optimizer with `.grad = None`, which
 has no decay, no momentum and no count of steps for them."""
 WATCHED = [Case(strategy=strategy, batch_norm=True, tokens=True) for strategy in STRATEGIES]
 """Statistics of a BatchNorm."""
 
 GROUPS: dict[str, tuple[int, list[Case]]] = {
-    "alone": (1, [case for case in EVERY_CASE if not is_odd(case)]),
+    "alone": (1, part(case for case in EVERY_CASE if not is_odd(case))),
     "two": (2, CASES),
     # Four add more terms in an order that matters; the optimizer and the rest see the sum alone.
     "four": (
         4,
-        [
+        part(
             case
             for case in EVERY_CASE
             if case.tokens is (case.options.clip_norm is not None) is (case.optimizer == "adamw")
-        ],
+        ),
     ),
     "rounded alone": (1, ROUNDED),
     "rounded": (2, ROUNDED),

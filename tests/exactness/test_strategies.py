@@ -10,7 +10,7 @@ from tests.exactness.matrix import CASES, CLIP_NORM, GROUPS, ROUNDED, RUNS, UNUS
 from tests.exactness.reference import trace
 
 
-@pytest.mark.long(keep=13)
+@pytest.mark.long(keep=len(RUNS))
 @pytest.mark.parametrize("run", RUNS, ids=describe_run)
 def test_every_state_shown_equals_the_equations(run: tuple[str, int]) -> None:
     name, index = run
@@ -19,6 +19,7 @@ def test_every_state_shown_equals_the_equations(run: tuple[str, int]) -> None:
     check([found[index] for found in observed(name)], trace(cases[index], world_size, counts), counts)
 
 
+@pytest.mark.long(keep=len(RUNS))
 @pytest.mark.parametrize("run", RUNS, ids=describe_run)
 def test_every_update_uses_the_rate_its_schedule_gives(run: tuple[str, int]) -> None:
     name, index = run

@@ -35,6 +35,7 @@ NODES = ((2, 1), (2, 2), (4, 2), (4, 4), (3, 3), (6, 3), (6, 2))
 """Ranks, and how many of them a node has."""
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(("shift", "wire"), list(enumerate(CONSERVING)))
 def test_nothing_is_lost_or_counted_twice_under_any_strategy(shift: int, wire: str, tmp_path: Path) -> None:
     """On one to four ranks, and between nodes."""
@@ -74,7 +75,21 @@ def test_a_resumed_job_owes_what_was_owed_whatever_the_number_of_ranks(tmp_path:
                 ranks_per_node=2 if not any(size % 2 for size in world_sizes) else None,
             )
             for seed, world_sizes in enumerate(
-                2 * [(1, 4), (4, 1), (2, 3), (3, 2), (2, 2), (4, 3, 2), (1, 2, 1), (3, 4), (2, 4), (4, 2, 4)]
+                part(
+                    2
+                    * [
+                        (1, 4),
+                        (4, 1),
+                        (2, 3),
+                        (3, 2),
+                        (2, 2),
+                        (4, 3, 2),
+                        (1, 2, 1),
+                        (3, 4),
+                        (2, 4),
+                        (4, 2, 4),
+                    ]
+                )
             )
         ],
         tmp_path,

@@ -81,6 +81,7 @@ def inside(layout: Layout, flat: Tensor) -> Tensor:
     return torch.cat([flat[slot.start : slot.stop].double() for slot in layout.slots])
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("wire", PACKED)
 def test_ranks_show_the_same_and_are_off_by_no_more_than_the_last_change_loses(wire: str) -> None:
     draws = random.Random(wire)

@@ -123,6 +123,7 @@ JOBS = [
 ]
 
 
+@pytest.mark.long(keep=2)
 @pytest.mark.parametrize("case", JOBS, ids=lambda case: f"{case.strategy.name} {case.options.wire}")
 def test_every_strategy_trains_on_nodes_as_it_does_on_ranks_that_are_alike(case: Case) -> None:
     two_levels, one_level = run(case, 4, 2), run(case, 4, None)

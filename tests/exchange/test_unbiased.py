@@ -71,6 +71,7 @@ def deviations(errors: Tensor) -> float:
     return float(errors.mean().abs() / (errors.std() / math.sqrt(len(errors))).clamp_min(1e-12))
 
 
+@pytest.mark.long(keep=1)
 @every_wire
 def test_on_average_over_draws_what_arrives_is_what_was_sent(wire: str) -> None:
     """36,000 cases; those that share a uniform rotation are added up before they count as one."""
@@ -144,6 +145,7 @@ def contributions(rank: int, group: Any, wire: str, rounds: int) -> Tensor:
     return torch.stack([*errors, torch.cat(whole)])
 
 
+@pytest.mark.long(keep=1)
 @every_wire
 def test_errors_of_ranks_and_of_rounds_that_send_the_same_are_independent(wire: str) -> None:
     """So that of N ranks over R rounds N·R times the error of one is left, and not its square."""
@@ -158,6 +160,7 @@ def test_errors_of_ranks_and_of_rounds_that_send_the_same_are_independent(wire: 
     assert 0.5 < of_all < 2 + rounds * rounding
 
 
+@pytest.mark.long(keep=1)
 @every_wire
 def test_under_any_strategy_owners_receive_on_average_what_was_contributed(wire: str, tmp_path: Path) -> None:
     draws = random.Random(wire)

@@ -82,7 +82,7 @@ def test_damage_on_any_leg_is_named_and_the_run_ends_as_without_it(
     assert apart(train(name, fault, wire=wire), clean(name, wire=wire)) != []  # nobody has noticed
 
 
-@pytest.mark.long(keep=5)
+@pytest.mark.long(keep=3)
 @pytest.mark.parametrize(("ranks", "per_node"), [(4, 2), (6, 3), (6, 2), (3, 1), (4, 4), (1, 2)])
 @pytest.mark.parametrize("wire", OF_GRADIENTS)
 def test_where_nothing_is_damaged_every_bit_is_that_of_a_job_that_checks_nothing(
@@ -95,6 +95,7 @@ def test_where_nothing_is_damaged_every_bit_is_that_of_a_job_that_checks_nothing
     assert [seen for seen in verified if seen.incidents != []] == []
 
 
+@pytest.mark.long(keep=2)
 @pytest.mark.parametrize("hide", [True, False])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_any_damage_to_any_bucket_is_undone(name: str, hide: bool) -> None:

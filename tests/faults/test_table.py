@@ -105,7 +105,7 @@ def test_guards_change_nothing_and_say_nothing_where_nothing_is_wrong(name: str)
         assert guarded.parameters == bare.parameters
 
 
-@pytest.mark.long(keep=8)
+@pytest.mark.long(keep=4)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_what_becomes_of_damage_is_what_the_table_says(row: Row) -> None:
     audit = Audit(rate=1.0) if row.promise is AUDITED else None

@@ -152,6 +152,7 @@ def waits_beside_one_that_closes(rank: int, moment: str, shares: str) -> str:
     return "nothing"
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("shares", ["the default group, too", "nothing else"])
 @pytest.mark.parametrize("moment", ["before it comes", "once it is there"])
 def test_a_rank_that_closes_what_it_had_is_not_taken_for_dead(moment: str, shares: str) -> None:

@@ -14,6 +14,7 @@ from stretto.groups.private import part_of, private_group, ranks_of, release, re
 from stretto.groups.throttled import ThrottledGroup, register_throttled
 from stretto.groups.wrapped import WrappedGroup, register_over_gloo
 from stretto.link import Link
+from tests.draws import part
 from tests.processes import run_ranks
 
 
@@ -168,7 +169,7 @@ def groups_in_turns(rank: int, seed: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", part(range(3)))
 def test_groups_over_any_ranks_follow_each_other_and_end_in_any_order(seed: int) -> None:
     assert run_ranks(RANKS, groups_in_turns, seed) == [[]] * RANKS
 
@@ -192,7 +193,7 @@ def jobs_in_turns(rank: int, seed: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", part(range(2)))
 def test_jobs_over_all_ranks_and_over_a_part_of_them_take_turns(seed: int) -> None:
     for found in run_ranks(3, jobs_in_turns, seed):
         assert found

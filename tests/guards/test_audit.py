@@ -18,6 +18,7 @@ from stretto.randomness import coin
 from stretto_lab.faults import Fault, FaultPlan, strike_memory
 from stretto_lab.faults.injector import Injector
 from stretto_lab.virtual import VirtualCluster
+from tests.draws import part
 from tests.guards.watched import STRATEGIES, Seen, Trainer, apart
 from tests.processes import run_ranks
 
@@ -65,6 +66,7 @@ def test_audits_of_sound_ranks_change_nothing_and_say_nothing(name: str, ranks: 
     assert [seen.incidents for seen in found] == [[]] * ranks
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 3) for name in STRATEGIES), ("ddp", 2), ("acco", 2)])
 def test_a_damaged_gradient_is_missed_without_an_audit_and_put_right_with_one(name: str, ranks: int) -> None:
     missed = trained(STRATEGIES[name], (st.AtRest(),), ranks=ranks, fault=DAMAGE)
@@ -105,6 +107,7 @@ def unrepeatable(size: float) -> Callable[[int, Trainer], None]:
 OUTVOTED = {"taken again", "kept: its audit was wrong"}
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(
     ("name", "ranks", "spoil", "actions"),
     [
@@ -160,7 +163,7 @@ def test_a_faulty_rank_is_found_after_about_as_many_rounds_as_the_rate_says() ->
     assert 0 < first < UPDATES
 
 
-@pytest.mark.parametrize("name", ["ddp", "acco"])
+@pytest.mark.parametrize("name", part(["ddp", "acco"]))
 def test_ranks_whose_data_end_apart_are_audited_to_the_end(name: str) -> None:
     lengths = {0: 7, 1: 12, 2: 10}
     plain = trained(STRATEGIES[name], ranks=3, lengths=lengths)

@@ -56,6 +56,7 @@ PAGES: list[tuple[str, Site, int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.long(keep=3)
 @pytest.mark.parametrize(("name", "site", "instant", "choices"), PAGES)
 def test_a_page_that_is_zeroed_is_mended_and_a_round_that_has_seen_it_run_again(
     name: str, site: Site, instant: int, choices: dict[str, Any]

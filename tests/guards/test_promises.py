@@ -158,7 +158,7 @@ def trained(case: Case, *, strikes: bool, leaves_out: bool = False) -> tuple[See
     return VirtualCluster(RANKS).run(program).values
 
 
-@pytest.mark.long(keep=12)
+@pytest.mark.long(keep=8)
 @pytest.mark.parametrize("seed", seeds(120))
 def test_damage_is_named_and_what_it_spoilt_is_computed_again_or_left_out(seed: int) -> None:
     case = Case.drawn(seed)

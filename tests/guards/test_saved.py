@@ -15,6 +15,7 @@ from stretto_lab.faults import Fault
 from stretto_lab.faults.injector import alias_of
 from stretto_lab.observe import read_json_lines
 from stretto_lab.virtual import VirtualCluster, VirtualGroup
+from tests.draws import part
 from tests.guards.watched import Job, Seen, apart, seen_of
 from tests.train.runs import model_bits, tiny_run, train
 
@@ -56,6 +57,7 @@ def on_all(program: Callable[[int, VirtualGroup], Any]) -> list[Any]:
     return list(VirtualCluster(RANKS).run(program).values)
 
 
+@pytest.mark.long(keep=1)
 @STRATEGIES
 @pytest.mark.parametrize("moment", ["before", "behind"])
 def test_what_is_damaged_right_before_a_save_or_behind_a_load_is_mended(
@@ -111,7 +113,7 @@ def test_what_cannot_be_mended_is_not_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name[0] != "."] == ["000001-step-1"]
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "acco"])
+@pytest.mark.parametrize("strategy", part(["zero1", "acco"]))
 def test_a_repaired_run_over_echoed_batches_is_the_clean_one(strategy: str) -> None:
     faults = (
         Fault(site="masters", rank=1, instant=3),

@@ -51,7 +51,7 @@ def drawn() -> list[tuple[str, str]]:
     return sorted({*alone, *((name, "standard") for name in VARIANTS)})
 
 
-@pytest.mark.long(keep=2)
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(("strategy", "guards"), drawn())
 def test_guards_make_the_host_wait_as_often_for_many_tensors_as_for_few(strategy: str, guards: str) -> None:
     draws = random.Random(f"{strategy} {guards}")

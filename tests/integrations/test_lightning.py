@@ -16,7 +16,7 @@ import stretto
 from stretto import ACCO, DPU, WeightPrediction
 from tests.bits import unequal
 from tests.docs.pages import DOCS, code_blocks
-from tests.draws import draws
+from tests.draws import draws, part
 from tests.integrations.callbacks import differences, of_lightning
 from tests.integrations.fits import asking, loader, looking, odd, silence, trainer_of
 from tests.integrations.language import as_under_torchrun, texts, tiny_gpt2
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 )
 TRAINER, FABRIC = code_blocks(DOCS / "integrations.md", "tests/integrations/test_lightning.py")
 Seen = dict[str, Any]
-OVERLAPPING = {"acco": ACCO(), "wp": WeightPrediction()}
+OVERLAPPING = dict(part({"acco": ACCO(), "wp": WeightPrediction()}.items()))
 SELDOM = {"by epochs": {"interval": "epoch"}, "by every eighth batch": {"interval": "step", "frequency": 8}}
 """How often a schedule turns that the job does not turn itself."""
 
@@ -43,7 +43,7 @@ def fit(kind: str, instance: Any, **settings: Any) -> Any:
 def odd_runs() -> list[Any]:
     """Random batches that are left out, epochs that end early, trainings that stop; return both kinds' ends."""
     found = []
-    for seed in draws(100):
+    for seed in draws(40):
         draw = random.Random(seed)
         rate = draw.choice([0.1, 0.4, 0.8])
         chosen = {
@@ -92,7 +92,7 @@ def asked_alone(rank: int) -> list[Any]:
     import lightning.pytorch.callbacks as known
 
     found = []
-    for case in draws(40):
+    for case in draws(16):
         draw = random.Random(case)
         name, asker, at = draw.choice(["zero1", "acco", "dpu"]), draw.randrange(2), draw.randint(1, 7)
         hook, by = draw.choice(HOOKS), draw.choice(["module", "callback"])
@@ -151,7 +151,7 @@ def averaged(devices: int) -> dict[str, list[tuple[Any, ...]]]:
 
     found: dict[str, list[tuple[Any, ...]]] = {}
     kinds = {"stock": ("stock", None), "zero1": ("ours", None), "acco": ("ours", ACCO())}
-    for make in (lambda: EMAWeightAveraging(decay=0.9), WeightAveraging):
+    for make in part((lambda: EMAWeightAveraging(decay=0.9), WeightAveraging)):
         for name, (kind, strategy) in kinds.items():
             callback, instance = make(), odd()()
             folder = f"average-{devices}-{type(callback).__name__}-{name}"
@@ -254,7 +254,7 @@ def two_ranks(rank: int) -> Seen:
 
     found["hook"] = said(lambda: trainer_of("ours", devices=2).fit(looking(odd()()), loader()))
     found["asked"] = asked_alone(rank)
-    found["callbacks"] = of_lightning(with_callbacks, 12)
+    found["callbacks"] = of_lightning(with_callbacks, 8)
     found["clock"] = {kind: clocked(kind, devices=2) for kind in KINDS}
     found["refused"] = refusals(devices=2)
     found["none"] = said(leaves_out)
@@ -283,7 +283,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
         return run_ranks(2, two_ranks)
 
 
-@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("name", ["zero1", *OVERLAPPING])
 def test_a_resumed_run_equals_one_that_never_stopped_to_the_bit(two: list[Seen], name: str) -> None:
     whole, resumed = two[0][name], two[0][f"{name}-resumed"]
@@ -299,7 +298,7 @@ def test_checkpoints_that_are_removed_take_their_folders_with_them(two: list[See
     assert sorted([*files, *folders]) == two[0]["zero1"]["files"]
 
 
-@pytest.mark.parametrize(("name", "landing"), [("acco", 6), ("wp", 8)])
+@pytest.mark.parametrize(("name", "landing"), part([("acco", 6), ("wp", 8)]))
 def test_an_update_lands_after_its_step_or_before_a_validation_which_is_what_is_saved(
     two: list[Seen], name: str, landing: int
 ) -> None:
@@ -317,8 +316,7 @@ def test_the_code_of_the_page_trains(two: list[Seen]) -> None:
     assert unequal(two[0]["fabric"], two[0]["fabric-stock"]) == []
 
 
-@pytest.mark.long(keep=1)
-@pytest.mark.parametrize("name", ["EMAWeightAveraging", "WeightAveraging"])
+@pytest.mark.parametrize("name", part(["EMAWeightAveraging", "WeightAveraging"]))
 def test_an_average_is_what_the_model_holds_at_the_end(two: list[Seen], name: str) -> None:
     """And what validations see and files hold: to the bit, as all is divided by two; also where updates overlap."""
     (stock, seen, saved), *others = two[0]["averaged"][name]

@@ -13,7 +13,7 @@ import stretto
 from stretto import ACCO, WeightPrediction
 from tests.bits import unequal
 from tests.docs.pages import DOCS, code_blocks
-from tests.draws import draws
+from tests.draws import draws, part
 from tests.integrations.callbacks import ASKED, asked_on_one_rank, differences, of_transformers
 from tests.integrations.language import as_under_torchrun, language, losses, texts, tiny_gpt2, tiny_llama
 from tests.integrations.regression import Regression, distance, said, samples, values
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed: stretto[recipes]"
 )
 TRAINER, ACCELERATE = code_blocks(DOCS / "integrations.md", "tests/integrations/test_transformers.py")
-OVERLAPPING = {"acco": ACCO(), "wp": WeightPrediction()}
+OVERLAPPING = dict(part({"acco": ACCO(), "wp": WeightPrediction()}.items()))
 STRATEGIES = {"zero1": None, **OVERLAPPING}
 Seen = dict[str, Any]
 
@@ -391,7 +391,7 @@ def on_any_ranks(rank: int, cases: int) -> Seen:
 
 
 def alone(rank: int) -> Seen:
-    found = on_any_ranks(rank, 100)
+    found = on_any_ranks(rank, 40)
     return {
         **found,
         "exception": after_an_exception(),
@@ -403,10 +403,10 @@ def alone(rank: int) -> Seen:
 def together(rank: int) -> Seen:
     as_under_torchrun(rank)
     return {
-        **on_any_ranks(rank, 30),
+        **on_any_ranks(rank, 16),
         "alone": one_rank_alone(rank),
         "marked": marked(rank),
-        "callbacks": of_transformers(rank, 12),
+        "callbacks": of_transformers(rank, 8),
         "one rank asks": asked_on_one_rank(rank),
     }
 

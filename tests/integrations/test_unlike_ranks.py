@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.draws import part
 from tests.integrations import fits, ways
 from tests.integrations.fits import loader, odd, trainer_of
 from tests.integrations.language import as_under_torchrun
@@ -64,8 +65,7 @@ def in_transformers(rank: int) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.long(keep=1)
-@pytest.mark.parametrize("library", ["lightning", "transformers"])
+@pytest.mark.parametrize("library", part(["lightning", "transformers"]))
 def test_both_ranks_name_the_setting_in_which_they_differ(library: str) -> None:
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")

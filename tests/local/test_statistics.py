@@ -52,6 +52,7 @@ def statistics(model: nn.Module) -> Tensor:
     return torch.cat([buffer.flatten() for buffer in model.buffers() if buffer.is_floating_point()]).clone()
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("seed", seeds(12))
 def test_behind_every_update_the_settled_ones_are_the_mean_of_what_ranks_hold(seed: int) -> None:
     strategy = drawn(random.Random(seed))

@@ -194,7 +194,7 @@ def trained(case: Case, ranks: int, folder: Path) -> list[Job]:
     return list(VirtualCluster(ranks).run(lambda rank, group: Job(case, rank, group, folder).train()).values)
 
 
-@pytest.mark.long(keep=2)
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_what_all_ranks_write_to_a_buffer_stays_and_is_shown_and_saved(
@@ -223,6 +223,7 @@ def note_in(path: Path) -> Tensor:
     return found
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_a_job_saved_after_a_write_goes_on_to_the_bit(strategy: Strategy, tmp_path: Path) -> None:
     """Also where each rank has written something else."""

@@ -84,7 +84,7 @@ class Drawn(Written):
         p.sub_(group["lr"] * (RULES[group["rule"]](p, average) if acts else average))
 
 
-@pytest.mark.long(keep=12)
+@pytest.mark.long(keep=6)
 @pytest.mark.parametrize("seed", seeds(120))
 def test_an_optimizer_with_a_drawn_rule_is_right_or_refused(seed: int) -> None:
     draw = random.Random(seed)

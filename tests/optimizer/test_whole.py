@@ -52,6 +52,7 @@ CASES = [
 """Every pair of an optimizer, a strategy and a number of ranks."""
 
 
+@pytest.mark.long(keep=6)
 @pytest.mark.parametrize(("name", "strategy", "world_size"), CASES)
 def test_whole_tensors_are_stepped_as_in_a_plain_loop(name: str, strategy: str, world_size: int) -> None:
     shapes = SHAPES if name != "adafactor" else [shape for shape in SHAPES if 0 not in shape]

@@ -37,6 +37,7 @@ def test_guards_change_nothing_where_nothing_is_wrong(name: str) -> None:
         assert found_by(right) == []
 
 
+@pytest.mark.long(keep=2)
 @EACH
 @pytest.mark.parametrize("site", ["masters", "optimizer state", "reduced gradient"])
 def test_a_damaged_word_at_rest_is_mended_to_the_bit(name: str, site: str) -> None:

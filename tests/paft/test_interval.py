@@ -136,6 +136,7 @@ def records(
     return found
 
 
+@pytest.mark.long(keep=2)
 @pytest.mark.parametrize("seed", seeds(16))
 def test_the_interval_is_signal_over_noise_whatever_the_model_and_the_optimizer(seed: int) -> None:
     """Within a factor of 1.5, from 16 updates on, where ‖g‖ / σ is 2 or more, or below 1.3.

@@ -18,6 +18,7 @@ from stretto.errors import OutOfTurn
 from stretto.groups import Link
 from stretto_lab.testing import differing
 from stretto_lab.virtual import Compute, Network, VirtualCluster, VirtualGroup
+from tests.draws import part
 from tests.paft.noisy import flat, network, same, values
 from tests.processes import run_program
 
@@ -96,8 +97,8 @@ def unite(masters: list[list[Tensor]]) -> None:
     third = torch.tensor(1 / 3)
     for parts in zip(*masters, strict=True):
         mean = (parts[0] * third + parts[1] * third) + parts[2] * third
-        for part in parts:
-            part.copy_(mean)
+        for value in parts:
+            value.copy_(mean)
 
 
 def show(models: list[nn.Module], masters: list[list[Tensor]]) -> None:
@@ -154,7 +155,7 @@ def test_real_ranks_whose_lane_is_a_thread_do_the_same_to_the_bit() -> None:
         assert differing(expected, shown, f"rank {rank}") == []
 
 
-@pytest.mark.parametrize("micro_batch_ns", [10_000, 50_000, 5_000_000])
+@pytest.mark.parametrize("micro_batch_ns", part([10_000, 50_000, 5_000_000]))
 def test_it_is_hidden_behind_the_gradients(micro_batch_ns: int) -> None:
     """Without an average an update takes t + C, exposed t + C + A, overlapped max(t, A) + C."""
 

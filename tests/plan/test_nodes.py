@@ -10,7 +10,7 @@ from stretto.errors import ConfigError
 from stretto.groups import Link
 from stretto_lab.plan import Machine, PlanConfig, rank_by_time
 from stretto_lab.recipes import DigitsResNet
-from tests.draws import seeds
+from tests.draws import part, seeds
 from tests.plan.machine import BUCKET_BYTES, MACHINE, priced, seconds
 
 
@@ -18,8 +18,7 @@ def on_nodes(ranks: int, each: int, **changes: Any) -> Machine:
     return dataclasses.replace(MACHINE, ranks=ranks, ranks_per_node=each, **changes)
 
 
-@pytest.mark.long(keep=1)
-@pytest.mark.parametrize(("nodes", "each"), [(2, 2), (2, 8), (3, 2), (8, 4)])
+@pytest.mark.parametrize(("nodes", "each"), part([(2, 2), (2, 8), (3, 2), (8, 4)]))
 def test_what_crosses_between_nodes_is_divided_by_their_ranks_on_two_levels(nodes: int, each: int) -> None:
     """A node's ranks share its link. On one level L·P·(1 - 1/M) values leave it to be summed, and P·(1 - 1/(L·M)) in
     the ring that gathers; on two levels P·(1 - 1/M), twice."""
@@ -57,8 +56,7 @@ def test_an_exchange_on_two_levels_takes_the_longer_level_and_a_bucket_of_the_ot
     assert found == pytest.approx(2 * once, rel=0.01)  # a sum and a gather
 
 
-@pytest.mark.long(keep=1)
-@pytest.mark.parametrize(("nodes", "each"), [(2, 2), (3, 8)])
+@pytest.mark.parametrize(("nodes", "each"), part([(2, 2), (3, 8)]))
 def test_bytes_of_two_levels_are_those_of_the_page_on_nodes(nodes: int, each: int) -> None:
     machine, parameters = on_nodes(nodes * each, each), MACHINE.parameters
     across, inside = (1 - 1 / nodes) / each * parameters, (1 - 1 / each) * parameters
@@ -69,7 +67,7 @@ def test_bytes_of_two_levels_are_those_of_the_page_on_nodes(nodes: int, each: in
         (f"zero1:wire=int4:ranks_per_node={each}", 2 * int4 * across + (4 + int4) * inside),
     ):
         # A twin's records are as long as the job's.
-        assert priced(arm, machine).sent_bytes == pytest.approx(expected, rel=0.04)
+        assert priced(arm, machine, 1).sent_bytes == pytest.approx(expected, rel=0.04)
 
 
 @pytest.mark.long

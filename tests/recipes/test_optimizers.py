@@ -14,6 +14,7 @@ from stretto_lab.recipes.corpus import Text
 from stretto_lab.recipes.gpt import Architecture, Shape, causal_lm
 from stretto_lab.recipes.optimizers import AdamW, LanguageOptimizer, muon
 from stretto_lab.recipes.stdlib_gpt import StdlibGPT
+from tests.draws import part
 from tests.recipes.files import expect_same_bits_after_a_kill, refusal, run_over, train_virtually
 
 SMALL = StdlibGPT(size="1x32x2", context=16, batch=2, evaluation_windows=2, data=Text(megabytes=0.2))
@@ -23,8 +24,7 @@ def losses(folder: str) -> list[float]:
     return [record["loss"] for record in read_json_lines(Path(folder, "updates.jsonl"))]
 
 
-@pytest.mark.long(keep=1)
-@pytest.mark.parametrize("name", ["muon", "adafactor"])
+@pytest.mark.parametrize("name", part(["muon", "adafactor"]))
 def test_two_ranks_train_as_one_and_a_killed_run_goes_on_to_the_bit(
     name: LanguageOptimizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from stretto.errors import StrettoError
 from stretto.groups.followed import FollowedWork
 from stretto.records import Incident
 from stretto_lab.faults import Fault, FaultPlan, Injector, strike_memory
+from tests.draws import draws, part
 from tests.processes import run_ranks
 from tests.sharded.jobs import STRATEGIES, WORLD_SIZE, Case, Values, batch, loss_of, sharded, whole
 
@@ -28,21 +29,21 @@ IN_MEMORY = (
     "buffers",
 )
 ON_THE_WIRE = ("contribution", "gathered values", "round report")
-CASES_PER_JOB = 8
+CASES_PER_JOB = len(draws(8, 4))
 
 
 def drawn(name: str) -> list[Fault]:
     """Faults of one job: at random places and moments, on random ranks, each small enough to be mended."""
-    draws = random.Random(name)
+    rng = random.Random(name)
     sites = [*IN_MEMORY, *ON_THE_WIRE, *(["error memory"] if "int4" in name else [])]
-    draws.shuffle(sites)
+    rng.shuffle(sites)
     return [
         Fault(
             site=site,
-            rank=draws.randrange(WORLD_SIZE),
-            instant=draws.randint(2, 4),
-            extent=draws.choice(["element", "run"]),
-            seed=draws.randrange(1000),
+            rank=rng.randrange(WORLD_SIZE),
+            instant=rng.randint(2, 4),
+            extent=rng.choice(["element", "run"]),
+            seed=rng.randrange(1000),
         )
         for site in sites[:CASES_PER_JOB]
     ]
@@ -152,7 +153,7 @@ def left_out(rank: int) -> dict[str, tuple[bool, list[Incident]]]:
     """Micro-batches cannot be run again."""
     damaged_rank, round_index = DAMAGED
     found = {}
-    for strategy in (DDP(), ZeRO1()):
+    for strategy in part((DDP(), ZeRO1())):
         case = JOBS[strategy.name]
         instant = round_index * case.micro_batches
         fault = Fault(site="shown parameters", rank=damaged_rank, instant=instant, seed=5)

@@ -51,6 +51,7 @@ def trained(strategy: Strategy, save_at: int, folder: Path, rank: int, group: Vi
     return model.weight.detach().clone()
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("name", LONG)
 def test_an_interval_longer_than_the_run_is_as_long_as_any_other(name: str, tmp_path: Path) -> None:
     draws = random.Random(name)

@@ -120,6 +120,7 @@ def test_a_damaged_copy_is_not_taken_and_the_state_before_stays_until_a_later_on
         ]
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("seed", range(len(STRATEGIES)))
 def test_states_take_a_hundredth_of_what_ranks_send(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what the job's own ledger says of a state that has all, with means of replicas, and of the updates since."""

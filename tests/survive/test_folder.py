@@ -60,7 +60,7 @@ def seen(folder: Path) -> dict[str, object]:
     return found
 
 
-@pytest.mark.long(keep=4)
+@pytest.mark.long(keep=2)
 @pytest.mark.parametrize("seed", seeds(40))
 def test_nothing_foreign_is_touched(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)

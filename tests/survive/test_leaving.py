@@ -28,6 +28,7 @@ from stretto.groups.collectives import method_of
 from stretto.groups.meeting import Meeting
 from stretto.survive import Term, survives
 from stretto_lab.train.workers import host_store
+from tests.draws import part
 from tests.errors.test_failures import default_store
 from tests.processes import run_ranks
 from tests.survive.lived import network
@@ -120,8 +121,7 @@ def ends_amid(rank: int, comes: bool) -> tuple[str, float, float]:
     return str(caught.value), heard - began, answered
 
 
-@pytest.mark.long(keep=1)
-@pytest.mark.parametrize("comes", [False, True])
+@pytest.mark.parametrize("comes", part([False, True]))
 def test_a_member_that_ends_while_a_group_is_made_is_not_waited_for_once_somebody_says_so(
     comes: bool,
 ) -> None:

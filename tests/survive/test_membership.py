@@ -160,7 +160,7 @@ class Course:
 
 
 def test_members_agree_on_one_list_in_every_term_whoever_dies_sleeps_wakes_and_comes() -> None:
-    courses = [Course(seed) for seed in draws(16)]
+    courses = [Course(seed) for seed in draws(12)]
     on_threads(Course.run, courses)
     for course in courses:
         lists: dict[int, set[tuple[int, ...]]] = {}

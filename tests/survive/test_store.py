@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 import stretto as st
+from tests.draws import part
 from tests.processes import Command, Outcome, rank_outcomes
 from tests.survive.lived import Lived, live
 
@@ -30,8 +31,7 @@ def lives_without_its_store(ends_by: signal.Signals, lived: Lived) -> list[Outco
         )
 
 
-@pytest.mark.long(keep=1)
-@pytest.mark.parametrize("ends_by", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("ends_by", part([signal.SIGKILL, signal.SIGSTOP]))
 def test_without_its_store_a_job_does_its_work(ends_by: signal.Signals) -> None:
     outcomes = lives_without_its_store(ends_by, CALM)
     assert [one.error for one in outcomes] == [None] * 3

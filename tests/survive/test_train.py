@@ -21,6 +21,7 @@ from stretto_lab.train.configuration import RunConfig
 from stretto_lab.train.launch import LocalRanks, train
 from stretto_lab.train.outcome import prepare_run_folder
 from stretto_lab.train.workers import host_store
+from tests.draws import part
 from tests.processes import Command, rank_outcomes, run_ranks
 from tests.survive.lived import LONG, SILENT_SECONDS, Built, Job, Lived
 from tests.train.tiny import Points, Tiny, quadrant_loss
@@ -127,8 +128,7 @@ def mortal(
     return run
 
 
-@pytest.mark.long(keep=1)
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", part([0, 1]))
 def test_a_run_whose_worker_is_killed_goes_on_to_its_end(
     victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ from stretto.errors import CollectivesDisagree
 from stretto.guards import GUARDS, AtRest, Audit, Guard, ReplicaGuard
 from stretto.guards.contract import Clear, Fingerprint, GuardScript, Inspect, Mend, Part, Report, Seal, Share
 from stretto_lab.testing import Damage, guard_faults
+from tests.draws import part
 
 MASTERS, MANY_MASTERS = Damage(site="masters"), Damage(site="masters", words=40)
 STATE, SHOWN = Damage(site="optimizer state"), Damage(site="shown parameters")
@@ -44,7 +45,8 @@ tests/guards has the others.
 def test_guards_of_ours_keep_the_laws(
     guards: tuple[Guard, ...], promises: Sequence[Damage], choices: dict[str, Any]
 ) -> None:
-    assert guard_faults(lambda: guards, promises, **{"updates": 3, **choices}) == []
+    strategies = part(choices["strategies"])
+    assert guard_faults(lambda: guards, promises, **{"updates": 3, **choices, "strategies": strategies}) == []
 
 
 def test_every_guard_of_the_library_is_checked() -> None:
@@ -141,16 +143,16 @@ BROKEN = [
 @pytest.mark.long(keep=1)
 @pytest.mark.parametrize(("kind", "words"), BROKEN, ids=lambda value: getattr(value, "__name__", None))
 def test_a_broken_guard_breaks_the_law_that_names_its_fault(kind: type[Guard], words: str) -> None:
-    faults = guard_faults(lambda: made(kind), (MASTERS,), strategies=(ZeRO1(),))
+    faults = guard_faults(lambda: made(kind), (MASTERS,), strategies=(ZeRO1(),), updates=3)
     assert any(words in text for text in faults), faults
 
 
 def test_a_guard_that_asks_on_one_rank_only_is_stopped_by_the_cluster() -> None:
     with pytest.raises(CollectivesDisagree):
-        guard_faults(lambda: made(AsksWhereItFindsSomething), (MASTERS,), strategies=(ZeRO1(),))
+        guard_faults(lambda: made(AsksWhereItFindsSomething), (MASTERS,), strategies=(ZeRO1(),), updates=3)
 
 
 def test_damage_that_does_no_harm_is_no_check() -> None:
     harmless = Damage(site="masters", behind=99)
-    (fault,) = guard_faults(lambda: (AtRest(),), (harmless,), strategies=(ZeRO1(),))
+    (fault,) = guard_faults(lambda: (AtRest(),), (harmless,), strategies=(ZeRO1(),), updates=3)
     assert fault.endswith("expected harm without guards, found the clean job")

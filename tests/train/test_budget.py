@@ -38,6 +38,7 @@ def test_all_strategies_are_tried() -> None:
     assert {part for text in STAYING for part in STRATEGIES if part in text} == set(STRATEGIES) - {"compute"}
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("case", seeds(8))
 def test_fixed_counts_end_as_the_corresponding_updates_do_to_the_bit(case: int) -> None:
     draw = random.Random(case)
@@ -59,6 +60,7 @@ def test_fixed_counts_end_as_the_corresponding_updates_do_to_the_bit(case: int) 
     assert by_samples[0][0].fresh_samples == sum(record["fresh_samples"] for record in by_samples[1])
 
 
+@pytest.mark.long(keep=2)
 @pytest.mark.parametrize("case", seeds(16))
 def test_a_run_ends_with_the_first_update_at_or_beyond_or_where_it_overlaps_one_later(case: int) -> None:
     draw = random.Random(case)
@@ -94,7 +96,7 @@ def test_a_run_ends_with_the_first_update_at_or_beyond_or_where_it_overlaps_one_
     assert spent[-1] == 8 * sum(outcome.fresh_batches for outcome in outcomes)
 
 
-@pytest.mark.long(keep=2)
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(
     "strategy", ["local:rate=0.3", "local:rate=cosine(1,0.2):plan=bernoulli", "diloco:interval=3"]
 )

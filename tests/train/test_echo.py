@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from stretto_lab.train.slow_loader import SlowLoader, SlowStore
+from tests.draws import part
 from tests.train.runs import model_bits, records, tiny_run, train
 from tests.train.tiny import Tiny
 
@@ -15,6 +16,7 @@ def uses(written: list[dict[str, Any]]) -> list[int]:
     return [use for record in written for use in record["uses"]]
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -50,7 +52,7 @@ def test_one_use_is_the_run_without_an_echo_to_the_bit() -> None:
     assert [record["loss"] for record in records("bare")] == [record["loss"] for record in records("echo")]
 
 
-@pytest.mark.parametrize("echo", ["ready", "auto:window=2:skip=0"])
+@pytest.mark.parametrize("echo", part(["ready", "auto:window=2:skip=0"]))
 def test_plans_that_go_by_time_train_over_a_slow_loader(echo: str) -> None:
     (outcome, other) = train(tiny_run("run", echo=echo, slow_loader="2,jitter=0.5", micro_batches=4))
     assert outcome.updates == other.updates == 10

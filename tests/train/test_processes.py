@@ -141,7 +141,7 @@ def test_threads_that_start_processes_hear_how_their_own_have_ended() -> None:
 
     def start_many() -> None:
         with supervised() as workers:
-            for _ in range(30):
+            for _ in range(12):
                 with pytest.raises(WorkerFailed) as caught:
                     workers.start(end_with_7).receive()
                 heard.append(str(caught.value))
@@ -151,4 +151,4 @@ def test_threads_that_start_processes_hear_how_their_own_have_ended() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert heard == ["the process ended with exit code 7 and without a result"] * 90
+    assert heard == ["the process ended with exit code 7 and without a result"] * 36

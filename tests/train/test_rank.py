@@ -42,6 +42,7 @@ def test_with_fixed_counts_every_method_makes_the_updates_asked_for_from_the_sam
     assert first.heldout_loss < first.heldout_before
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("undisturbed", OURS, indirect=True)
 def test_looking_and_saving_change_nothing_and_an_evaluation_sees_what_a_run_that_ends_there_leaves(
     undisturbed: Undisturbed,

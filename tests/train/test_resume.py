@@ -11,6 +11,7 @@ import pytest
 from stretto import checkpoint
 from stretto.errors import WorkerFailed
 from stretto_lab.observe import read_json_lines
+from tests.draws import part
 from tests.train.runs import (
     model_bits,
     records,
@@ -38,7 +39,7 @@ KILLED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.long(keep=2)
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("name", KILLED)
 def test_a_killed_run_resumes_to_the_bit(name: str) -> None:
     run, draw = tiny_run("killed", **KILLED[name]), random.Random(name)
@@ -55,8 +56,7 @@ def test_a_killed_run_resumes_to_the_bit(name: str) -> None:
     assert written("killed") == written("whole")
 
 
-@pytest.mark.long(keep=1)
-@pytest.mark.parametrize("strategy", ["zero1", "ddp", "acco", "wp", "average:2"])
+@pytest.mark.parametrize("strategy", part(["zero1", "ddp", "acco", "wp", "average:2"]))
 def test_a_stop_signal_to_any_rank_lands_and_saves_and_the_run_goes_on(strategy: str) -> None:
     run = tiny_run("stopped", strategy=strategy)
     victims = random.Random(strategy).choice([(0,), (1,), (0, 1)])

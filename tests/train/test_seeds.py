@@ -45,6 +45,7 @@ DRAWS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("what", part(DRAWS))
 def test_another_seed_draws_otherwise_and_the_same_one_alike(what: str) -> None:
     field, settings = DRAWS[what]

@@ -16,6 +16,7 @@ from stretto_lab.recipes import Task
 from stretto_lab.train.rank import RankContext, train_at
 from stretto_lab.train.simulation import SimulateConfig, simulate
 from stretto_lab.virtual import VirtualCluster, VirtualGroup
+from tests.draws import part
 from tests.train.runs import evaluations, model_bits, records, tiny_run, train
 from tests.train.tiny import Tiny
 
@@ -59,7 +60,7 @@ def test_virtual_ranks_evaluate_once_together(strategy: str) -> None:
     assert len(EVALUATED) > 2
 
 
-@pytest.mark.parametrize("echo", ["none", "ready:max_uses=64"])
+@pytest.mark.parametrize("echo", part(["none", "ready:max_uses=64"]))
 def test_two_runs_of_one_seed_write_the_same_records_byte_for_byte(echo: str) -> None:
     """Also where what is used again depends on when batches come."""
     slow_loader = "none" if echo == "none" else "250,jitter=1"
@@ -74,7 +75,7 @@ def test_two_runs_of_one_seed_write_the_same_records_byte_for_byte(echo: str) ->
     assert any(record["echoed"] for record in records) == (echo != "none")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "acco"])
+@pytest.mark.parametrize("strategy", part(["ddp", "acco"]))
 def test_a_simulated_run_trains_what_real_workers_train(strategy: str) -> None:
     simulate(simulation("virtual", ranks=2, strategy=strategy, evaluate_every=2))
     train(tiny_run("real", updates=6, micro_batches=2, strategy=strategy, evaluate_every=2))

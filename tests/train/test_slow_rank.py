@@ -44,6 +44,7 @@ def trained(run: RunConfig[Tiny], world_size: int, compute: Compute) -> tuple[li
     ]
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_rank_that_waits_is_as_slow_as_one_whose_work_takes_longer(seed: int) -> None:
     """Strategies that overlap hand nothing over before a micro-batch is counted, and steps take no time here."""

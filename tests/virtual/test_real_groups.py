@@ -6,11 +6,12 @@ from stretto import Options
 from stretto.groups import Link
 from stretto_lab.testing import differing
 from stretto_lab.virtual import Network, VirtualCluster
+from tests.draws import part
 from tests.exactness.jobs import STRATEGIES, Case, Observed, describe, train, train_all
 from tests.processes import run_ranks
 
 WORLD_SIZE = 3
-CASES = [
+CASES = part(
     Case(
         strategy=strategy,
         tokens=True,
@@ -20,7 +21,7 @@ CASES = [
     )
     for strategy in STRATEGIES
     for clip, wire in ((None, "fp32"), (1.25, "bf16"))
-]
+)
 
 
 @pytest.fixture(scope="module")

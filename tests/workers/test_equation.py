@@ -28,6 +28,7 @@ def on_wire(case: Case, strategy: Strategy, wire: str) -> Case:
     return dataclasses.replace(case, strategy=strategy, options=options)
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 def test_nodes_of_one_rank_are_ranks_to_the_bit(strategy: Strategy, wire: str) -> None:

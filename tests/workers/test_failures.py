@@ -51,6 +51,7 @@ def outcomes(ending: str) -> list[Outcome]:
     return found
 
 
+@pytest.mark.long(keep=1)
 @pytest.mark.parametrize(
     ("ending", "kind", "cause"),
     [
