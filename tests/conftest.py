@@ -6,8 +6,8 @@ import random
 import signal
 import sys
 import zlib
-from collections import Counter
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,8 @@ LAUNCHER_PREFIXES = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_
 SLOW = ("campaign", "cluster", "examples", "experiments", "train", "wheel")
 """Folders with few tests that take long."""
 MOST_SECONDS = 8.0
-"""Of a test of the first tier, on an idle machine."""
+"""Of the processor, for a test of the first tier."""
+BEGAN = pytest.StashKey[float]()
 
 # Set on the process, not by a fixture, so that whatever process a test starts inherits it.
 for name in [name for name in os.environ if name.startswith(LAUNCHER_PREFIXES)]:
@@ -87,28 +88,44 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
 
 
+def processor_seconds() -> float:
+    """Return what this process has used, and all that it has waited for, with the ranks of the server."""
+    used = os.times()
+    total = used.user + used.system + used.children_user + used.children_system
+    server = forkserver._forkserver._forkserver_pid
+    if server and sys.platform == "linux":
+        ticks = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[11:15]
+        total += sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    """Look at the clock of the processor before a test."""
+    item.config.stash[BEGAN] = processor_seconds()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """Let the last report of a test, and `build/tests.xml`, hold the processor's time that it took."""
+    if call.when == "teardown":
+        taken = processor_seconds() - item.config.stash[BEGAN]
+        item.user_properties.append(("processor_seconds", round(taken, 2)))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Name the tests of the first tier that take long: they belong to `make test-all`, or draw too much."""
+    """Name the tests of the first tier that take long, and let the run fail for them where `CI` is set."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if EVERYTHING or reporter is None or hasattr(session.config, "workerinput"):
         return
-    seconds: Counter[str] = Counter()
-    begun: set[str] = set()
-    for report in [*reporter.stats.get("", []), *reporter.stats.get("passed", [])]:
-        worker = getattr(report, "worker_id", "")
-        if (
-            report.when != "setup" or worker in begun
-        ):  # before its first test a process starts the server of ranks
-            seconds[report.nodeid] += report.duration
-        begun.add(worker)
-    # Where more wants to run than there are cores, everything takes as much longer.
-    allowed = MOST_SECONDS * max(1.0, os.getloadavg()[1] / (os.cpu_count() or 1))
-    for name, taken in seconds.most_common():
-        if taken > allowed:
-            reporter.write_line(
-                f"{name} took {taken:.1f} s of {allowed:.1f}: mark it `long`, or draw less", red=True
-            )
+    for report in reporter.stats.get("", []):
+        taken = dict(report.user_properties).get("processor_seconds", 0.0)
+        if taken > MOST_SECONDS:
+            says = f"took {taken} s of the processor, of {MOST_SECONDS}: mark it `long`, or draw less"
+            reporter.write_line(f"{report.nodeid} {says}", red=True)
+            if "CI" in os.environ:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -125,12 +142,13 @@ def server_of_ranks(cache_of_datasets: None) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def determinism(server_of_ranks: None) -> None:
+def determinism(server_of_ranks: None, request: pytest.FixtureRequest) -> None:
     """Hold torch to one result of every operation, in this process alone."""
     import torch
 
     # Also fills fresh memory with NaN, which makes every read of an unwritten element visible.
     torch.use_deterministic_algorithms(True)
+    request.config.stash[BEGAN] = processor_seconds()  # what every process prepares is none of the first test
 
 
 @pytest.fixture(autouse=True)

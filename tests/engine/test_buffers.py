@@ -74,9 +74,11 @@ class Restless(nn.Module):
             setattr(self, name, None)
             return
         shape, dtype = kind
+        held = getattr(self, name)
+        if held is not None and held.numel() and bool(held.isfinite().all()):
+            self.until = 0  # another rank's value has come: an infinity from then on would be damage
         number = own(self.rank, self.calls) if self.calls >= self.until else self.infinity
         value = torch.full(shape, number, dtype=dtype)
-        held = getattr(self, name)
         if self.calls % 2:  # one element for all of them, which cannot be written
             value = torch.full((), number, dtype=dtype).expand(shape)
         is_alike = held is not None and held.shape == value.shape and held.dtype == dtype
