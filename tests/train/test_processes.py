@@ -10,9 +10,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
 from stretto.errors import WorkerFailed
+from stretto_lab.train.launch import LocalRanks
 from stretto_lab.train.processes import Stops, stops_exit, supervised
+from stretto_lab.train.workers import RankInfo, host_store
 from tests.processes import Command
 
 
@@ -112,6 +115,24 @@ def test_the_second_stop_signal_ends_all_at_once() -> None:
     assert command.returncode == -signal.SIGTERM
 
 
+def wait_if_first(info: RankInfo) -> None:
+    if info.seat is not None and info.seat < 2:
+        tell_and_wait(info, info.seat)
+
+
+def start_replaced() -> None:
+    LocalRanks(2).call_replaced(wait_if_first, 9, print, lambda *_: None)
+
+
+def test_workers_that_a_stop_signal_ends_while_they_start_are_not_replaced() -> None:
+    with Command(function=start_replaced) as command:
+        started = {command.stdout.readline(), command.stdout.readline()}
+        os.kill(command.pid, signal.SIGINT)
+        shown, complaint = command.communicate()
+    assert (started, shown) == ({"0 runs\n", "1 runs\n"}, "")
+    assert complaint.endswith("KeyboardInterrupt\n")
+
+
 def write_when_stopped(pipe: Connection, path: str) -> None:
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())  # a mask would hold for this thread alone
@@ -152,3 +173,10 @@ def test_threads_that_start_processes_hear_how_their_own_have_ended() -> None:
     for thread in threads:
         thread.join()
     assert heard == ["the process ended with exit code 7 and without a result"] * 36
+
+
+def test_a_store_is_hosted_under_a_name_that_does_not_lead_back_to_this_machine() -> None:
+    """As that of a router in front of it: 203.0.113.0/24 is nobody's (RFC 5737)."""
+    store = host_store("203.0.113.1", 0)
+    TCPStore("127.0.0.1", store.port, is_master=False).set("key", "value")
+    assert store.get("key") == b"value"

@@ -111,7 +111,9 @@ class _Replaced:
             self._results[seat] = report
 
     def _lose(self, seat: int, info: RankInfo, why: str) -> None:
-        """Start a worker to replace a lost worker, if there are any left."""
+        """Start a worker to replace a lost worker, if there are any left and nobody has asked the command to end."""
+        if self._workers.stop_signal is not None:
+            return
         replaces = self._restarts > 0
         what = f"worker {self._seats} replaces it" if replaces else "no further worker is started"
         self._log(f"worker {seat} is lost ({why}): {len(self._running)} continue; {what}")

@@ -65,7 +65,8 @@ def host_store(host: str, port: int) -> TCPStore:
     resolver. It takes a loopback address from the system's table of hosts, but only where it listens for IPv4 alone.
     """
     if not _is_loopback(host):
-        return TCPStore(host, port, is_master=True, wait_for_workers=False)
+        # Torch connects to its own store too, and would try for five minutes where `host` does not lead back here.
+        return TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False)
     listener = socket.create_server((host, port), backlog=_BACKLOG)
     port = listener.getsockname()[1]
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
