@@ -105,7 +105,7 @@ def synchronising(device: torch.device) -> dict[str, Any]:
                     parallel.backward(loss_of(model, batch))
             parallel.finish()
             counts.append(sum(counted.lines.values()) / 2)
-            of_works = ("engine/failures.py", "engine/departure.py")
+            of_works = ("engine/failures.py", "engine/early_reduction.py")
             reads.append({line: n for line, n in counted.lines.items() if not line.startswith(of_works)})
         expect(bool(guards) or reads[0] == reads[1], f"{name} {wire}: waits grow with buckets: {reads}")
         found[f"{name} {wire} {guards or ''}".strip()] = {

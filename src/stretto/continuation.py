@@ -26,12 +26,12 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from stretto.engine.accumulation import GradientBuffer, Totals
+from stretto.engine.buffer_sync import at, is_same
 from stretto.engine.job import Job
 from stretto.engine.options import Options
 from stretto.engine.report import RankReport, RoundReport, Vote
 from stretto.engine.round import Reduction
 from stretto.engine.state import JobState, State
-from stretto.engine.statistics import at, is_same
 from stretto.errors import CheckpointError, ConfigError, ForeignCheckpoint
 from stretto.feed import Feed
 from stretto.feed.again import has_state
@@ -85,7 +85,7 @@ class Continuation:
         This performs the next reduction now, and the running job continues with the result.
         """
         compute = self.job.compute
-        reduction = compute.reduce_ahead() if compute.has_round_ready else None
+        reduction = compute.reduce_early() if compute.has_round_ready else None
         state = self._state.write()
         slots = self._state.slots
         state["job"]["published"] = self._published
@@ -114,17 +114,17 @@ class Continuation:
         rank = str(self._rank)
         own: State = {"rank": {rank: pack({**mine, "replicas": replicas}, f"the state of rank {rank}")}}
         if (feedback := self.job.exchange.feedback) is not None:
-            owed = feedback.state_dict()
-            if self.job.within is None:
-                own["owed"] = {rank: pack(owed, f"the residual of rank {rank}")}
+            residuals = feedback.state_dict()
+            if self.job.node_group is None:
+                own["owed"] = {rank: pack(residuals, f"the residual of rank {rank}")}
             else:
                 node = self.job.exchange.rank
                 own["debts"] = {
-                    f"{node}.{slot.name}": self._state.held(slot, owed[slot.name])
+                    f"{node}.{slot.name}": self._state.held(slot, residuals[slot.name])
                     for slot in self._state.slots
                 }
         if replica is not None:
-            agreed = self.job.model.statistics.agreed
+            agreed = self.job.model.buffer_sync.agreed
             packed = pack({"replica": replica, "agreed": agreed}, f"the replica of rank {rank}")
             own["replica"] = {self.job.replica.name: packed}
         if loader is not None:
@@ -167,7 +167,7 @@ class Continuation:
             state["rank"] = {str(self._rank): b""}
             if f"pass.{self._rank}" in stored:
                 state["pass"] = {str(self._rank): b""}
-        state |= self._blank_debts(stored, world_size)
+        state |= self._blank_residuals(stored, world_size)
         if same_strategy and same_layout and f"replica.{self.job.replica.name}" in stored:
             state["replica"] = {self.job.replica.name: b""}
         loaders = sorted(
@@ -225,7 +225,7 @@ class Continuation:
             buffers = _named_buffers(self.job.model.model)
             for name, value in mine["buffers"].items():
                 buffers[name].copy_(value)
-        self.job.exchange.owe(self._debts(state))
+        self.job.exchange.load_residuals(self._residuals(state))
         replicas = {} if mine is None else mine["replicas"]
         if "replica" in state:
             replica = state["replica"][self.job.replica.name]
@@ -233,7 +233,7 @@ class Continuation:
             values = GradientBuffer(self.job.layout)
             self.job.sharded.publish(values.flats)
             compute.model.show(values.views, "committed")
-            compute.statistics.go_on_from([at(value, self._device) for value in replica["agreed"]])
+            compute.buffer_sync.go_on_from([at(value, self._device) for value in replica["agreed"]])
         elif replicas:
             self.job.replica.load_state_dict(replicas)
         if "carry" in state:
@@ -249,7 +249,7 @@ class Continuation:
         self._feeding.go_on(rest)
         compute.began_again()
 
-    def _blank_debts(self, stored: Collection[str], world_size: int) -> State:
+    def _blank_residuals(self, stored: Collection[str], world_size: int) -> State:
         """Return blank entries for the residuals that this rank takes over: they are dealt one after another, so that
         none is lost.
         """
@@ -262,24 +262,24 @@ class Continuation:
         dealt = [
             of for of in sorted(numbers) if of < world_size and of % exchange.world_size == exchange.rank
         ]
-        owed = {str(rank): b"" for rank in dealt if f"owed.{rank}" in stored}
-        debts = {
+        of_ranks = {str(rank): b"" for rank in dealt if f"owed.{rank}" in stored}
+        of_nodes = {
             f"{node}.{slot.name}": self._state.held(slot, None)
             for node in dealt
             for slot in self._state.slots
             if f"debts.{node}.{slot.name}" in stored
         }
-        return {part: entries for part, entries in (("owed", owed), ("debts", debts)) if entries}
+        return {part: entries for part, entries in (("owed", of_ranks), ("debts", of_nodes)) if entries}
 
-    def _debts(self, state: State) -> list[dict[str, Tensor]]:
+    def _residuals(self, state: State) -> list[dict[str, Tensor]]:
         """Return what ranks, and nodes of shards, have yet to send of this rank's parameters or shards."""
         slots = {slot.name: slot for slot in self._state.slots}
         found = []
-        for owed in state.get("owed", {}).values():
+        for residuals in state.get("owed", {}).values():
             found.append(
                 {
                     name: value.reshape(-1)[slots[name].offset :][: slots[name].numel].view(slots[name].shape)
-                    for name, value in owed.items()
+                    for name, value in residuals.items()
                     if name in slots
                 }
             )
@@ -294,7 +294,7 @@ class Continuation:
             return
         job.replica.models_show(job.model.parameters)
         values = GradientBuffer(job.layout)
-        job.replica.gather_committed(values.flats, job.model.statistics)
+        job.replica.gather_committed(values.flats, job.model.buffer_sync)
         job.model.show(values.views, "committed")
         job.model.begin_again()
 
@@ -314,12 +314,12 @@ class Continuation:
             fields = {
                 field: record[field].item() for field in (*_TOTALS, "norm_squared", "gradient_is_finite")
             }
-            fields["is_exhausted"] = vote == Vote.EXHAUSTED
+            fields["is_exhausted"] = vote == Vote.DATA_ENDED
             fields["used"] = [name for name, flag in zip(names, record["used"], strict=True) if flag]
             records.append(fields)
-        buffers = self.job.model.statistics.names
-        statistics = {buffers[index]: mean for index, mean in reduction.statistics.items()}
-        return {"records": records, "skipped": reduction.skipped, "statistics": statistics}
+        buffers = self.job.model.buffer_sync.names
+        means = {buffers[index]: mean for index, mean in reduction.buffer_means.items()}
+        return {"records": records, "skipped": reduction.skipped, "statistics": means}
 
     def _reduction(self, state: State, *, goes_on: bool) -> Reduction:
         described = state["job"]["round_report"]
@@ -329,15 +329,15 @@ class Continuation:
             entry = state["carry"][piece.slot.name]
             sharded.values(sums, piece).copy_(entry.run(piece.slot.offset + piece.offset, piece.numel))
         names = [slot.name for slot in self._state.slots]
-        buffers = self.job.model.statistics.names
+        buffers = self.job.model.buffer_sync.names
         records = [
             RoundReport.pack(_rank_report(members, names, len(buffers), goes_on=goes_on))
             for members in self._deal(described["records"])
         ]
         means = described["statistics"].items()
-        statistics = {buffers.index(name): at(mean, self._device) for name, mean in means}
+        buffer_means = {buffers.index(name): at(mean, self._device) for name, mean in means}
         report = RoundReport.unpack(records, len(names), len(buffers))
-        return self.job.replica.reduction(sums, report, statistics, skipped=described["skipped"])
+        return self.job.replica.reduction(sums, report, buffer_means, skipped=described["skipped"])
 
     def _deal(self, records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
         """Deal the saved ranks' records to the running ranks one after another; records of nodes, if nodes hold
@@ -348,10 +348,10 @@ class Continuation:
 
     def _buffers(self, saved: Collection[str]) -> dict[str, Tensor]:
         """Return this rank's persistent buffers, except buffers that equal the commonly saved ones."""
-        statistics = self.job.model.statistics
+        buffer_sync = self.job.model.buffer_sync
         # Ranks that step alone save the mean of what they have.
-        is_mean = self.job.replica.agreement.steps_alone
-        agreed = {} if is_mean else dict(zip(statistics.names, statistics.agreed, strict=True))
+        is_mean = self.job.replica.sync.steps_alone
+        agreed = {} if is_mean else dict(zip(buffer_sync.names, buffer_sync.agreed, strict=True))
         return {
             name: buffer.detach().clone()
             for name, buffer in _named_buffers(self.job.model.model).items()
@@ -404,7 +404,7 @@ def _rank_report(
         totals=Totals(**{field: sum(record[field] for record in records) for field in _TOTALS}),
         gradient_is_finite=all(record["gradient_is_finite"] for record in records),
         norm_squared=sum(record["norm_squared"] for record in records),
-        vote=Vote.EXHAUSTED if is_exhausted else Vote.GO_ON,
+        vote=Vote.DATA_ENDED if is_exhausted else Vote.GO_ON,
         settings=0,
         used=bytes(name in used for name in names),
         changed=bytes(num_buffers),

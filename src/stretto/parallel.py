@@ -139,7 +139,7 @@ class DataParallel:
     @property
     def steps(self) -> int:
         """Committed updates so far."""
-        return self._compute.course.steps
+        return self._compute.rounds.steps
 
     @property
     def sent_bytes(self) -> int:
@@ -243,8 +243,8 @@ class DataParallel:
         with self._compute.lifetime.running():
             weight = check_weight(weight, self._compute.where)
             loss = None if loss is None else misuse.read_recorded_loss(loss, self._compute.where)
-            self._compute.accumulation.set_apart()  # a take-off makes every other .grad a view
-            self._compute.take_off_if_ready()
+            self._compute.accumulation.set_apart()  # submitting a round makes every other .grad a view
+            self._compute.submit_if_ready()
             self._compute.check_untouched()
             self._compute.accumulation.collect()
             return self._count(weight, loss, samples)
@@ -379,7 +379,7 @@ class DataParallel:
 
     def stop(self) -> None:
         """Ask all ranks to end `feed` at the same round, soon."""
-        self._compute.course.stop()
+        self._compute.rounds.stop()
 
     def end(self) -> None:
         """End `feed` after the last update, and commit the update in progress; all ranks must call, in `on_update`."""
@@ -399,10 +399,10 @@ class DataParallel:
             if not self._compute.num_counted:  # a loop that calls loss.backward() has trained nothing
                 self._compute.accumulation.check_own(self._compute.where)
             self._compute.model.check_values(self._compute.where)
-            self.feeding.drain()
+            self.feeding.finish()
             self._compute.show_committed(meets=True)
             self.leave()
-        return self.feeding.take_landed()
+        return self.feeding.take_committed()
 
     def leave(self) -> None:
         """For checkpoints: end the job where it stands, at rest, and commit nothing more; all ranks must call."""

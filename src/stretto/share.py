@@ -266,7 +266,7 @@ def hold(
         for name, value in entries.items()
     }
     return Held(
-        step=job.compute.course.steps,
+        step=job.compute.rounds.steps,
         strategy=strategy,
         optimizer=name_of(job.model.optimizer),
         world_size=job.everyone.world_size,

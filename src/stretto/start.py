@@ -10,26 +10,26 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from stretto.averaging import DriftingReplica, LocalReplica
+from stretto.averaging import DivergingReplica, LocalReplica
 from stretto.averaging.worker import check_worker, exchange_inside, worker_of
 from stretto.engine.accumulation import Accumulate, Accumulation, GradientBuffer
 from stretto.engine.agreement import agree, share_start
 from stretto.engine.comm_lane import CommLane, Weave
 from stretto.engine.compute_lane import ComputeLane
+from stretto.engine.early_accumulation import EarlyAccumulation
 from stretto.engine.failures import BACKEND_MARGIN_SECONDS, FailureDetector
-from stretto.engine.hidden import HiddenAccumulation
+from stretto.engine.frozen_state import frozen_state
 from stretto.engine.holding import mark_on
 from stretto.engine.job import Job
 from stretto.engine.messages import check_messages
 from stretto.engine.model import UserModel
+from stretto.engine.node_group import NodeGroup, NodeRuntime
 from stretto.engine.noisy import NoisyRank
 from stretto.engine.on_device import choose_runtime
 from stretto.engine.options import BufferChoices, Clock, Options, Quota, Total, check_formats, plan_quota
 from stretto.engine.replica import Replica
 from stretto.engine.report import ADDRESS, settings_text
 from stretto.engine.round import Progress
-from stretto.engine.untrained import untrained
-from stretto.engine.within import NodeRuntime, Within
 from stretto.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
 from stretto.exchange import (
     FP32,
@@ -229,20 +229,20 @@ def _start(
     _check(parts, failures.group, sharding)
     layout, registered = _planned(parts, failures.world_size, sharding)
     parameters = [shard_of(parameter)[0] for parameter in registered]
-    exchange, within = _connected(parts, layout, failures, sharding)
+    exchange, node_group = _connected(parts, layout, failures, sharding)
     inside = exchange_inside(exchange, failures) if ledger.by_node else None
     for slot in layout.slots:
         flat = layout.sets[slot.set_index]
         if flat.accumulation_dtype != flat.dtype:
             registered[slot.index].grad_dtype = flat.accumulation_dtype
-    everyone = exchange if within is None else within.everyone
+    everyone = exchange if node_group is None else node_group.everyone
     lacks_values = share_start(exchange, parameters, GradientBuffer(layout), parts.model, everyone)
     if parts.guards:
         progress.watch(_fixed(parts.model))
-    owner = _owner_of(parts, parameters, exchange, within)
+    owner = _owner_of(parts, parameters, exchange, node_group)
     if sharding is not None:
         StateKinds(owner).check_over_shards()
-    lane = _lane_of(parts, exchange, inside, owner, progress, within)
+    lane = _lane_of(parts, exchange, inside, owner, progress, node_group)
     model = _kind_of_model(sharding)(
         parts.model,
         parameters,
@@ -265,8 +265,8 @@ def _start(
         _watch_passes(parts.model, failures, sharding)
     job = Job(
         model=model, layout=layout, exchange=exchange, sharded=owner, replica=lane.comm.replica,
-        compute=compute, comm=lane.comm, within=within,
-        layout_digest=layout.digest() if within is None else within.digest_of(layout),
+        compute=compute, comm=lane.comm, node_group=node_group,
+        layout_digest=layout.digest() if node_group is None else node_group.digest_of(layout),
     )  # fmt: skip
     lane.watch(job)
     for listener in model.listeners:
@@ -344,7 +344,7 @@ def _connected(
     layout: Layout,
     failures: FailureDetector,
     sharding: "Sharding | None",
-) -> tuple[Exchange, Within | None]:
+) -> tuple[Exchange, NodeGroup | None]:
     """Compare the settings of all ranks, and return the exchange on which the strategy runs.
 
     If the ranks of a node hold shards, that exchange connects ranks with the same shard, and the second result
@@ -374,13 +374,13 @@ def _connected(
     def asks(work: dist.Work, what: str) -> None:
         failures.wait(work, f"{what} inside a node", numbers)
 
-    within = Within(
+    node_group = NodeGroup(
         small(inside, layout, FP32, failures.among(inside, numbers), None, numbers),
         small(sharding.group, layout, FP32, asks, None, numbers),
         small(failures.group, layout, FP32, failures.wait),
         numbers,
     )
-    return _exchange_of(options, across, layout, wait, follow, sharding.across), within
+    return _exchange_of(options, across, layout, wait, follow, sharding.across), node_group
 
 
 def _watch_passes(model: nn.Module, failures: FailureDetector, sharding: "Sharding") -> None:
@@ -408,13 +408,13 @@ def _kind_of_model(sharding: "Sharding | None") -> Callable[..., UserModel]:
 
 
 def _owner_of(
-    parts: Parts, parameters: Sequence[Tensor], exchange: Exchange, within: Within | None
+    parts: Parts, parameters: Sequence[Tensor], exchange: Exchange, node_group: NodeGroup | None
 ) -> ShardedOptimizer:
     """Return this rank's masters, with the values of the parameters, and an optimizer that has not stepped them."""
     rank, num_owners = (0, 1) if parts.ledger.replicated else (exchange.rank, exchange.world_size)
     layout, optimizer = exchange.layout, parts.optimizer
-    if within is not None and (whole := {slot.group for slot in layout.slots if slot.is_whole}):
-        optimizer = over_shards(optimizer, whole, within.exchange.group, layout.sets[0].device)
+    if node_group is not None and (whole := {slot.group for slot in layout.slots if slot.is_whole}):
+        optimizer = over_shards(optimizer, whole, node_group.exchange.group, layout.sets[0].device)
     return ShardedOptimizer(layout, parameters, optimizer, rank=rank, num_owners=num_owners)
 
 
@@ -424,7 +424,7 @@ def _lane_of(
     inside: Exchange | None,
     sharded: ShardedOptimizer,
     progress: Progress,
-    within: Within | None,
+    node_group: NodeGroup | None,
 ) -> Lane:
     """Put together what the strategy of `parts` brings into a job; all ranks must call.
 
@@ -442,8 +442,8 @@ def _lane_of(
     runtime = choose_runtime(
         exchange.group, exchange.layout.sets[0].device, overlaps=parts.strategy.overlaps or ledger.asks_ahead
     )
-    if within is not None and not quota.is_fixed:
-        runtime = NodeRuntime(runtime, within)
+    if node_group is not None and not quota.is_fixed:
+        runtime = NodeRuntime(runtime, node_group)
     replica = _kind_of_replica(ledger, exchange, inside)(
         exchange,
         sharded,
@@ -451,10 +451,10 @@ def _lane_of(
         options=parts.options,
         runtime=runtime,
         progress=progress,
-        hides=_hides(parts, ledger, exchange, quota)
+        overlaps_backward=_overlaps_backward(parts, ledger, exchange, quota)
         # FSDP2's hooks run in a stream of its own there, and nobody has tried two communicators at once.
-        and (within is None or not exchange.orders_streams),
-        within=within,
+        and (node_group is None or not exchange.orders_streams),
+        node_group=node_group,
     )
     performers = dict(replica.performers)
     interpreter = _interpreter(parts, ledger, replica)
@@ -464,7 +464,7 @@ def _lane_of(
     if parts.options.noise is not None:
         noisy = NoisyRank(parts.options.noise, replica)
         performers |= noisy.after_averages(performers)
-        weave = noisy.within(weave)
+        weave = noisy.around(weave)
     return Lane(
         comm=CommLane(parts.strategy, replica, performers, asks_ahead=ledger.asks_ahead, weave=weave),
         quota=quota,
@@ -475,7 +475,7 @@ def _lane_of(
 
 def _kind_of_replica(ledger: Ledger, exchange: Exchange, inside: Exchange | None) -> Callable[..., Replica]:
     if not ledger.local:
-        return functools.partial(DriftingReplica, probe=ledger.probe) if ledger.may_average else Replica
+        return functools.partial(DivergingReplica, probe=ledger.probe) if ledger.may_average else Replica
     worker = worker_of(ledger, exchange, inside)
     return functools.partial(LocalReplica, worker=worker, fragments=ledger.fragments)
 
@@ -489,26 +489,26 @@ def _interpreter(parts: Parts, ledger: Ledger, replica: Replica) -> GuardInterpr
         # Beside a lane that overlaps, forward passes may be writing any buffer.
         fixed=() if parts.strategy.overlaps else _fixed(parts.model),
         strikes=_strikes(
-            parts.options, replica.exchange if replica.within is None else replica.within.everyone
+            parts.options, replica.exchange if replica.node_group is None else replica.node_group.everyone
         ),
         has_copies=ledger.replicated and not ledger.local,
     )
 
 
-def _hides(parts: Parts, ledger: Ledger, exchange: Exchange, quota: Quota) -> bool:
+def _overlaps_backward(parts: Parts, ledger: Ledger, exchange: Exchange, quota: Quota) -> bool:
     """Return whether gradients may leave early.
 
     The round's end must be known ahead; nothing else may be sent together with the gradients; and no guard may
     inspect them before. All this is the same on all ranks.
     """
-    layout, owes = exchange.layout, exchange.feedback is not None
+    layout, has_residual = exchange.layout, exchange.feedback is not None
     return (
         parts.options.hide_reductions
         and layout.world_size > 1
         and quota.is_fixed
         and ledger.rounds == 1
         and not (parts.strategy.overlaps or ledger.local or ledger.asks_ahead)
-        and not any(guard.looks_before_departure(owes=owes) for guard in parts.guards)
+        and not any(guard.looks_before_sending(has_residual=has_residual) for guard in parts.guards)
         # Autograd has a thread for every device, and calls hooks on them side by side.
         and len({flat.device for flat in layout.sets}) == 1
     )
@@ -517,12 +517,12 @@ def _hides(parts: Parts, ledger: Ledger, exchange: Exchange, quota: Quota) -> bo
 def _accumulation(parts: Parts, replica: Replica, quota: Quota) -> Accumulate:
     """Return what makes the job's accumulation: one from which gradients leave early, where they may."""
     kind: Accumulate
-    kind, hidden = Accumulation, HiddenAccumulation
-    if replica.within is not None:
-        from stretto.engine.sharded_model import HiddenShards, ShardedAccumulation
+    kind, hidden = Accumulation, EarlyAccumulation
+    if replica.node_group is not None:
+        from stretto.engine.sharded_model import EarlyShards, ShardedAccumulation
 
-        kind, hidden = ShardedAccumulation, HiddenShards
-    if not replica.hides:
+        kind, hidden = ShardedAccumulation, EarlyShards
+    if not replica.overlaps_backward:
         return kind
     return functools.partial(hidden, model=parts.model, replica=replica, micro_batches=quota.minima[0])
 
@@ -537,12 +537,12 @@ def _strikes(options: Options, exchange: Exchange) -> Strikes:
 
 def _fixed(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the tensors that no code may write: floating-point buffers may be averaged
-    (`stretto.engine.statistics`).
+    (`stretto.engine.buffer_sync`).
     """
     is_buffer = {original_name(name) for name, _ in model.named_buffers()}
     return [
         (name, tensor)
-        for name, tensor in untrained(model)
+        for name, tensor in frozen_state(model)
         if not (name in is_buffer and tensor.is_floating_point())
     ]
 
@@ -550,7 +550,7 @@ def _fixed(model: nn.Module) -> list[tuple[str, Tensor]]:
 def _settings(parts: Parts) -> dict[str, str]:
     """Return the settings, other than the layout, that must be equal on all ranks, as text by name."""
     chosen = [f"{field.name}={getattr(parts.options, field.name)!r}" for field in dataclasses.fields(Options)]
-    fixed = [f"{name}: {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in untrained(parts.model)]
+    fixed = [f"{name}: {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in frozen_state(parts.model)]
     found = {
         "strategy": repr(parts.strategy),
         "micro_batches": repr(parts.micro_batches),

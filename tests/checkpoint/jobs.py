@@ -76,7 +76,7 @@ class Job:
         owner = self.parallel.job.sharded
         found = {f"shown {name}": value for name, value in self.model.named_parameters()}
         found |= {f"buffer {name}": value for name, value in self.model.named_buffers()}
-        found |= {f"agreed {i}": value for i, value in enumerate(self.parallel.job.model.statistics.agreed)}
+        found |= {f"agreed {i}": value for i, value in enumerate(self.parallel.job.model.buffer_sync.agreed)}
         found |= {f"master {i}": master for i, master in enumerate(owner.masters)}
         for piece, state in piece_states(owner):
             found |= {

@@ -383,7 +383,7 @@ def test_rounding_errors_end_with_a_wire_that_keeps_them_and_that_is_told(after:
         job = Job(other, rank, group)
         restored = checkpoint.load(job.parallel, tmp_path if from_files else [shares[rank]])
         notes = tuple(note for note in restored.notes if "wire" in note)  # it was saved amid a pass, too
-        keeps = any(bool(owed.any()) for owed in job.parallel.job.exchange.owed)
+        keeps = any(bool(residuals.any()) for residuals in job.parallel.job.exchange.residuals)
         return keeps, notes
 
     dropped = (

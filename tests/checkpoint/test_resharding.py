@@ -95,6 +95,6 @@ def test_the_residual_of_a_packed_wire_goes_on_under_another_one(wire: str, tmp_
     loading = Job(Case(strategy=ZeRO1(), options=dataclasses.replace(options, wire=wire)))
     assert loading.load(tmp_path).notes == ()
     found = loading.parallel.job.exchange.feedback.state_dict()
-    owed = saving.parallel.job.exchange.feedback.state_dict()
-    assert any(bool(debt.any()) for debt in owed.values())
-    assert differing(found, owed) == []
+    residuals = saving.parallel.job.exchange.feedback.state_dict()
+    assert any(bool(debt.any()) for debt in residuals.values())
+    assert differing(found, residuals) == []

@@ -10,7 +10,7 @@ from torch import distributed as dist
 
 import stretto as st
 from stretto import checkpoint
-from stretto.engine.replica_sync import Alike
+from stretto.engine.replica_sync import SyncState
 from stretto.records import Incident
 from stretto_lab.virtual import VirtualCluster
 from tests.bits import unequal
@@ -38,7 +38,7 @@ def test_checkpoints_talk_only_once_a_fragment_has_arrived(loads: bool, tmp_path
         checkpoint.save(parallel, tmp_path, async_save=not loads)
         go_on(parallel, range(3, 4), course)
         if loads:
-            assert parallel.job.replica.agreement.state is Alike.APART
+            assert parallel.job.replica.sync.state is SyncState.PARTIAL
             assert checkpoint.load(parallel, tmp_path).step == 3
             go_on(parallel, range(3, 4), course)
         go_on(parallel, range(4, 7), course)
@@ -109,7 +109,7 @@ def damaged(
                     "anchor": fragment.anchor[0],
                     "velocity": fragment.velocity[0],
                     "masters": parallel.job.sharded.masters[0],
-                    "owed": next(iter(fragment.exchange.owed), None),
+                    "owed": next(iter(fragment.exchange.residuals), None),
                     "lost": next(iter(fragment.lost), None),
                 }
                 targets[what].view(torch.int32).data[5] ^= 1 << 29

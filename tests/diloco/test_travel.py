@@ -59,8 +59,8 @@ def test_a_packed_wire_sends_later_what_it_has_lost() -> None:
     start_at = exact.shown[0] - exact.shown[-1]
     error = (packed.shown[-1] - exact.shown[-1]).abs().max()
     assert 0 < error < 0.05 * start_at.abs().max()
-    owed = [fragment.exchange.owed for fragment in packed.parallel.job.replica.fragments]
-    assert any(tensor.any() for tensors in owed for tensor in tensors)
+    residuals = [fragment.exchange.residuals for fragment in packed.parallel.job.replica.fragments]
+    assert any(tensor.any() for tensors in residuals for tensor in tensors)
 
 
 @pytest.mark.parametrize("wire", ["int4", "int2"])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import stretto
-from stretto.engine.replica_sync import Alike
+from stretto.engine.replica_sync import SyncState
 from stretto.optimizer import piece_states
 from stretto.strategies import Strategy
 from stretto_lab.virtual import VirtualCluster
@@ -35,10 +35,10 @@ def drawn(seed: int) -> Strategy:
 
 def held(
     parallel: stretto.DataParallel, model: nn.Module
-) -> tuple[Alike, bool, list[Tensor], list[Any], list[Tensor]]:
+) -> tuple[SyncState, bool, list[Tensor], list[Any], list[Tensor]]:
     """Return what the agreement says, and masters, optimizer state and model of this rank."""
     job = parallel.job
-    agreement = job.replica.agreement
+    agreement = job.replica.sync
     job.replica.wait_for_transfers()
     states = [
         (key, value.clone() if isinstance(value, Tensor) else value)
@@ -84,10 +84,10 @@ def test_replicas_that_are_united_are_equal(seed: int) -> None:
             (state, is_whole, masters, states, model), theirs = one, other
             if state is not theirs[0]:
                 continue  # this rank is a round ahead of that one
-            if state in (Alike.UNITED, Alike.AHEAD):
+            if state in (SyncState.SYNCED, SyncState.AHEAD):
                 assert are_same(masters, theirs[2]), strategy
             if is_whole:
                 assert are_same(states, theirs[3]), strategy
-            if state is Alike.UNITED:
+            if state is SyncState.SYNCED:
                 assert are_same(model, theirs[4]), strategy
-    assert [moments for moments in ranks if moments[-1][0] is not Alike.UNITED] == []
+    assert [moments for moments in ranks if moments[-1][0] is not SyncState.SYNCED] == []

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from stretto import ACCO, DDP, AtRest, Audit, Clock, DataParallel, Options, PAFTSync, ReplicaGuard, ZeRO1
-from stretto.engine.hidden import HiddenAccumulation
+from stretto.engine.early_accumulation import EarlyAccumulation
 from stretto_lab.virtual import Compute, Span, Trace, Transfer, VirtualCluster
 from tests.bits import unequal
 from tests.draws import part
@@ -72,7 +72,7 @@ def train(
                 step(net, parallel, rank, index)
                 seen += [parameter.detach().clone() for parameter in net.parameters()]
             parallel.finish()
-        assert not hide or parallel.job.replica.hides is not torn
+        assert not hide or parallel.job.replica.overlaps_backward is not torn
         return seen
 
     results = VirtualCluster(world_size, compute=Compute(micro_batch_ns=10**6)).run(program)
@@ -242,7 +242,7 @@ def test_model_with_backward_hooks_on_modules_does_not_hide() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "hides"),
+    ("settings", "overlaps_backward"),
     [
         ({}, True),
         ({"strategy": DDP()}, True),
@@ -260,15 +260,17 @@ def test_model_with_backward_hooks_on_modules_does_not_hide() -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_job_that_cannot_hide_accumulates_as_ever(settings: dict[str, Any], hides: bool) -> None:
+def test_a_job_that_cannot_hide_accumulates_as_ever(
+    settings: dict[str, Any], overlaps_backward: bool
+) -> None:
     kinds = []
 
     def step(net: Net, parallel: DataParallel, rank: int, index: int) -> None:
-        kinds.append(type(parallel.job.compute.accumulation) is HiddenAccumulation)
+        kinds.append(type(parallel.job.compute.accumulation) is EarlyAccumulation)
         parallel.micro_batch(lambda x: net(x).square().mean(), data(rank, index))
 
-    train(step, torn=not hides, **settings)
-    assert set(kinds) == {hides}
+    train(step, torn=not overlaps_backward, **settings)
+    assert set(kinds) == {overlaps_backward}
 
 
 class Breaks(torch.autograd.Function):

@@ -73,14 +73,14 @@ def test_nothing_is_freed_before_its_stream_knows_that_others_are_done_with_it(s
 
 
 def test_a_copy_that_a_lane_drops_while_it_travels_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    travel = Fragment.travel
+    transfer = Fragment.transfer
 
     def drops(fragment: Fragment, *arguments: Any) -> Any:
-        result = travel(fragment, *arguments)
+        result = transfer(fragment, *arguments)
         fragment._carried = []
         return result
 
-    monkeypatch.setattr(Fragment, "travel", drops)
+    monkeypatch.setattr(Fragment, "transfer", drops)
     (lifetimes,) = freed_early(DiLoCo(2, delay=1), 1)
     assert any("used on lane" in one for one in lifetimes.early)
 

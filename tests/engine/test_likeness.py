@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import stretto
-from stretto.engine.likeness import MOST_ROUNDS, ROUNDS
+from stretto.engine.duplicate_data import MOST_ROUNDS, ROUNDS
 from stretto_lab.virtual import VirtualCluster, VirtualGroup
 from tests.draws import seeds
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from stretto.engine.buffer_sync import moved
 from stretto.engine.buffers import (
     KIND,
     VALUE,
@@ -16,7 +17,6 @@ from stretto.engine.buffers import (
     copies_of,
     remain_finite,
 )
-from stretto.engine.statistics import moved
 from tests.draws import seeds
 
 SPECIAL = (float("nan"), float("inf"), -float("inf"), -0.0)

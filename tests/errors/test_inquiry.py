@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from stretto.engine.inquiry import Inquiry
+from stretto.engine.stall_diagnosis import StallDiagnosis
 from stretto.engine.watcher import Watcher
 from stretto.errors import PeerFailed
 from stretto.groups.connections import Connection
@@ -28,7 +28,7 @@ class Ends:
             for rank, one in enumerate(self.sockets)
         ]
         self.watchers = [Watcher(store, range(3), rank, False, "127.0.0.1", NEVER, ()) for rank in range(3)]
-        self.inquiry = Inquiry(
+        self.stall_diagnosis = StallDiagnosis(
             self.watchers[2],
             connections,
             where=lambda: "rank 2, after step 7",
@@ -46,7 +46,7 @@ class Ends:
         """Look until the wait ends."""
         for _ in range(4):
             try:
-                self.inquiry.look()
+                self.stall_diagnosis.look()
             except PeerFailed as error:
                 return error
         raise AssertionError("nobody is named")
@@ -62,7 +62,7 @@ def ends() -> Iterator[Ends]:
 
 def test_a_connection_that_closes_later_is_not_named(ends: Ends) -> None:
     ends.die(0)
-    ends.inquiry.look()
+    ends.stall_diagnosis.look()
     ends.die(1)
     error = ends.error()
     assert error.ranks == (0,)

@@ -53,7 +53,7 @@ class Account:
     """By this rank."""
     received: dict[str, Tensor]
     """In the slices that this rank owns."""
-    owed: dict[str, Tensor]
+    residuals: dict[str, Tensor]
     """By this rank, at the end."""
     bound: dict[str, Tensor]
     """How far rounding may have brought the two sides apart, as far as this rank's contributions say."""
@@ -71,7 +71,7 @@ class Bookkeeper:
     """Stands beside a job's reductions and writes down what goes in and what comes out."""
 
     def __init__(self, parallel: stretto.DataParallel, model: nn.Module, course: Course) -> None:
-        self.job, self.course = parallel.job, course
+        self.job, self.rounds = parallel.job, course
         self.account = Account(*(zeros(model) for _ in range(4)))
         self._reduce, self._is_open = self.job.replica.reduce, True
         self.job.replica.reduce = self._noted
@@ -79,8 +79,8 @@ class Bookkeeper:
     def close(self) -> Account:
         """Write down the debts, and nothing more."""
         if self.job.exchange.feedback is not None and self._is_open:
-            for name, owed in self.job.exchange.feedback.state_dict().items():
-                self.account.owed[name] = owed.detach().double()
+            for name, residuals in self.job.exchange.feedback.state_dict().items():
+                self.account.residuals[name] = residuals.detach().double()
         self._is_open = False
         return self.account
 
@@ -195,9 +195,9 @@ def error(course: Course, parts: list[list[Account]]) -> float:
     for name in accounts[0].contributed:
         contributed = sum(account.contributed[name] for account in accounts)
         received = sum(account.received[name] for account in accounts)
-        owed = sum(account.owed[name] for account in parts[-1])
+        residuals = sum(account.residuals[name] for account in parts[-1])
         size = sum(account.bound[name] for account in accounts)
         unit, smallest = (2.0**-8, 2.0**-133) if is_short else (2.0**-23, 2.0**-149)
         bound = 1.2 * unit * (len(parts[0]) + 2) * size + 4 * rounds * smallest
-        worst = max(worst, float(((received + owed - contributed).abs() / bound).max()))
+        worst = max(worst, float(((received + residuals - contributed).abs() / bound).max()))
     return worst

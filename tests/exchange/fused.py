@@ -73,7 +73,7 @@ def compare(wire: FusedWire, kernels: Any, device: torch.device, cases: int = CA
         wrong += [f"{case}: overwritten"] * (not same(there, values))
         found = wire.launch_unpack(kernels, expected.to(device))
         wrong += [f"{case}: unpacked"] * (not same(found, arrived))
-        if wire.owes and values.dtype.itemsize >= 4:
+        if wire.has_residual and values.dtype.itemsize >= 4:
             wire.launch_lose(kernels, there)
             wrong += [f"{case}: lost"] * (not same(there, values.sub_(arrived)))
     return wrong

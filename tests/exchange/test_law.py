@@ -18,7 +18,7 @@ SUMMING = [
     name for name in STRATEGIES if name not in ("average", "local", "diloco")
 ]  # whose ranks step with their own gradients
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-PACKED = [name for name in OF_GRADIENTS if isinstance(WIRES[name], PackedWire) and WIRES[name].owes]
+PACKED = [name for name in OF_GRADIENTS if isinstance(WIRES[name], PackedWire) and WIRES[name].has_residual]
 CONSERVING = [name for name in OF_GRADIENTS if not WIRES[name].is_unbiased]  # of the others: test_unbiased.py
 
 
@@ -57,7 +57,9 @@ def test_nothing_is_lost_or_counted_twice_under_any_strategy(shift: int, wire: s
     ]
     accounts = check(courses, tmp_path)
     assert sum(account.left_out for account in accounts) > len(courses) / 4
-    is_owing = [any(bool(owed.any()) for owed in account.owed.values()) for account in accounts]
+    is_owing = [
+        any(bool(residuals.any()) for residuals in account.residuals.values()) for account in accounts
+    ]
     assert any(is_owing) == (wire in PACKED)
 
 

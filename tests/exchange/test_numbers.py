@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import stretto
-from stretto.engine.statistics import average_statistics
+from stretto.engine.buffer_sync import average_buffers
 from stretto.exchange import FP32, WIRES, Exchange
 from stretto.groups.private import private_group
 from stretto_lab.virtual import VirtualCluster
@@ -111,7 +111,7 @@ def test_the_mean_of_buffers_lies_between_them_and_equal_ones_stay_equal(world_s
             values = [of_every_size(9, generator, largest=3e38).to(dtype) for _ in range(world_size)]
             if case % 2:
                 values = [values[0]] * world_size
-            averages = average_statistics(exchange, [values[rank]], [True], counts, ())
+            averages = average_buffers(exchange, [values[rank]], [True], counts, ())
             found.append((values, counts, averages[0]))
         return found
 

@@ -194,12 +194,12 @@ def test_unequal_nodes_are_refused() -> None:
 
 
 def test_every_packed_wire_has_its_errors_where_it_packs() -> None:
-    for wire in (wire for wire in WIRES.values() if isinstance(wire, PackedWire) and wire.owes):
+    for wire in (wire for wire in WIRES.values() if isinstance(wire, PackedWire) and wire.has_residual):
         for rank, found in enumerate(
             VirtualCluster(4).run(lambda r, g, name=wire.name: owing(r, g, name)).values
         ):
-            for bucket, owed in zip(layout_for(4).buckets, found, strict=True):
-                slices = owed.view(2, 2, bucket.numel // 4)
+            for bucket, residuals in zip(layout_for(4).buckets, found, strict=True):
+                slices = residuals.view(2, 2, bucket.numel // 4)
                 assert slices[:, rank % 2].any()
                 assert not slices[:, 1 - rank % 2].any()
 
@@ -211,5 +211,5 @@ def owing(rank: int, group: Any, wire: str) -> list[Tensor]:
     flats = exchange.feedback.begin(contribution(layout, rank), [1] * len(layout.slots))
     sums = [torch.empty(bucket.numel // 4) for bucket in layout.buckets]
     exchange.run(exchange.summing(flats, sums, whole=False), exchange.feedback.add)
-    exchange.feedback.settle()
-    return [exchange.owed[b.set_index][b.start : b.stop] for b in layout.buckets]
+    exchange.feedback.commit_residuals()
+    return [exchange.residuals[b.set_index][b.start : b.stop] for b in layout.buckets]

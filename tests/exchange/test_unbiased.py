@@ -141,7 +141,7 @@ def contributions(rank: int, group: Any, wire: str, rounds: int) -> Tensor:
         exchange.all_reduce(flats, sums)
         whole = [flats[b.set_index][b.start : b.stop].float() * group.size() for b in layout.buckets]
         errors.append(torch.cat(sums) - torch.cat(whole))
-    assert exchange.owed == []
+    assert exchange.residuals == []
     return torch.stack([*errors, torch.cat(whole)])
 
 
@@ -171,7 +171,9 @@ def test_under_any_strategy_owners_receive_on_average_what_was_contributed(wire:
             seed, strategy, wire, (world_size,), torch.float32, draws.random() < 0.3, ranks_per_node=each
         )
         (accounts,) = settled(course, tmp_path / f"{seed}")
-        assert not any(bool(owed.any()) for account in accounts for owed in account.owed.values())
+        assert not any(
+            bool(residuals.any()) for account in accounts for residuals in account.residuals.values()
+        )
         for name in accounts[0].contributed:
             received = sum(account.received[name] for account in accounts)
             contributed = sum(account.contributed[name] for account in accounts)

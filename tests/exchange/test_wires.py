@@ -13,7 +13,7 @@ CASES = 250
 OF_AVERAGES = {f"{name} of averages": wire.for_averages for name, wire in WIRES.items()}
 FORMATS = {**WIRES, **{name: wire for name, wire in OF_AVERAGES.items() if wire not in WIRES.values()}}
 PACKED = {name: wire for name, wire in FORMATS.items() if isinstance(wire, PackedWire)}
-OWING = {name: wire for name, wire in PACKED.items() if wire.owes}
+OWING = {name: wire for name, wire in PACKED.items() if wire.has_residual}
 every_wire = pytest.mark.parametrize("wire", FORMATS.values(), ids=list(FORMATS))
 every_packed_wire = pytest.mark.parametrize("wire", PACKED.values(), ids=list(PACKED))
 every_wire_that_owes = pytest.mark.parametrize("wire", OWING.values(), ids=list(OWING))

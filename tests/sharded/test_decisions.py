@@ -72,10 +72,10 @@ def asking_in_another_order(rank: int) -> tuple[Outcome, Outcome]:
     for in_another_order in (False, True):
         case = Case(strategy=ACCO(), micro_batches=8)  # a round has four: it takes off with the fifth
         model, parallel = sharded(case, 2, 2)
-        within, reports, asks = parallel.job.within, threading.Event(), threading.Event()
+        node_group, reports, asks = parallel.job.node_group, threading.Event(), threading.Event()
         waits = rank % 2 == 1 and in_another_order
-        within.merge = functools.partial(merging, within.merge, reports, asks if waits else None)
-        within.have_all = functools.partial(asking, within.have_all, asks)
+        node_group.merge = functools.partial(merging, node_group.merge, reports, asks if waits else None)
+        node_group.have_all = functools.partial(asking, node_group.have_all, asks)
         updates = []
         for index in parallel.feed(in_flight_before(6, range(16), None if rank % 2 else reports)):
             updates.append(parallel.backward(loss_of(model, batch(rank, index))))

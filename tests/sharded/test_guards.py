@@ -60,10 +60,10 @@ def strike_wire(parallel: DataParallel, injector: Injector) -> None:
 
         return call
 
-    exchange, within = parallel.job.exchange, parallel.job.within
+    exchange, node_group = parallel.job.exchange, parallel.job.node_group
     exchange._all_to_all = struck(exchange._all_to_all, "contribution")
     exchange._all_gather = struck(exchange._all_gather, "gathered values")
-    within.exchange._all_gather = struck(within.exchange._all_gather, "round report")
+    node_group.exchange._all_gather = struck(node_group.exchange._all_gather, "round report")
 
 
 @dataclasses.dataclass

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from stretto import DDP, DataParallel, Options, ZeRO1
-from stretto.engine.sharded_model import HiddenShards
+from stretto.engine.sharded_model import EarlyShards
 from tests.processes import run_ranks
 from tests.sharded.jobs import WORLD_SIZE, Case, Outcome, adamw, sharded, train
 from tests.wires import OF_GRADIENTS
@@ -60,42 +60,42 @@ def cases() -> list[Case]:
     ]
 
 
-def hidden_and_not(rank: int, torn: bool) -> list[tuple[bool, list[bool], bool]]:
+def hidden_and_not(rank: int, stale: bool) -> list[tuple[bool, list[bool], bool]]:
     """Of every case: whether hiding changes nothing, when sums began, and whether the job hides at its end."""
     found = []
-    for case in cases()[:: 4 if torn else 1]:
+    for case in cases()[:: 4 if stale else 1]:
         outcomes: list[Outcome] = []
         begun: list[bool] = []
         jobs: list[DataParallel] = []
-        for hides in (True, False):
-            options = dataclasses.replace(case.options, hide_reductions=hides)
+        for overlaps_backward in (True, False):
+            options = dataclasses.replace(case.options, hide_reductions=overlaps_backward)
             model, parallel = sharded(dataclasses.replace(case, options=options), 2, 2)
-            assert isinstance(parallel.job.compute.accumulation, HiddenShards) is hides
-            if hides:
+            assert isinstance(parallel.job.compute.accumulation, EarlyShards) is overlaps_backward
+            if overlaps_backward:
                 begun = counted(parallel)
             jobs.append(parallel)
-            if torn and rank == 3:
+            if stale and rank == 3:
                 write_late(parallel)
             outcomes.append(train(case, model, parallel, [rank]))
-        found.append((outcomes[0].equals(outcomes[1]), begun, jobs[0].job.replica.hides))
+        found.append((outcomes[0].equals(outcomes[1]), begun, jobs[0].job.replica.overlaps_backward))
     return found
 
 
 @pytest.mark.long
 def test_gradients_of_shards_leave_during_the_backward_pass_and_nothing_else_changes() -> None:
     for found in run_ranks(WORLD_SIZE, hidden_and_not, False):
-        for case, (is_same, begun, hides) in zip(cases(), found, strict=True):
+        for case, (is_same, begun, overlaps_backward) in zip(cases(), found, strict=True):
             assert is_same, case
-            assert hides
+            assert overlaps_backward
             assert sum(begun) >= case.updates, case
 
 
 @pytest.mark.long
 def test_a_gradient_of_one_shard_that_changes_after_it_has_left_is_summed_again_by_all() -> None:
     for found in run_ranks(WORLD_SIZE, hidden_and_not, True):
-        for is_same, begun, hides in found:
+        for is_same, begun, overlaps_backward in found:
             assert is_same
-            assert not hides
+            assert not overlaps_backward
             assert any(begun)
 
 

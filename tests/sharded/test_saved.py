@@ -82,7 +82,7 @@ def committed(model: nn.Module, parallel: DataParallel) -> Values:
         return whole(model)
 
 
-def owed(parallel: DataParallel) -> Tensor:
+def residuals(parallel: DataParallel) -> Tensor:
     """What all ranks have yet to send, of every parameter weighed by its place and added up."""
     total = torch.zeros(len(parallel.job.layout.slots), dtype=torch.float64)
     feedback = parallel.job.exchange.feedback
@@ -105,7 +105,7 @@ def saved(rank: int, folder: str) -> dict[str, Told]:
         model, parallel = job_of(name, (2, 2))
         go_on(model, parallel, rank, SAVED_AT)
         checkpoint.save(parallel, Path(folder, name))
-        found[name] = committed(model, parallel), owed(parallel), gone_on(model, parallel, rank)
+        found[name] = committed(model, parallel), residuals(parallel), gone_on(model, parallel, rank)
     return found
 
 
@@ -118,7 +118,7 @@ def loaded(
         model, parallel = job_of(name, shape)
         notes = checkpoint.load(parallel, Path(folder, name)).notes
         assert notes == () or shape != (2, 2)
-        found[name, shape] = committed(model, parallel), owed(parallel), gone_on(model, parallel, rank)
+        found[name, shape] = committed(model, parallel), residuals(parallel), gone_on(model, parallel, rank)
     return found
 
 
@@ -131,11 +131,11 @@ def test_a_checkpoint_of_shards_goes_on_to_the_bit_and_is_read_everywhere(tmp_pa
     before = run_ranks(WORLD_SIZE, saved, str(tmp_path))
     alone = run_ranks(1, loaded, str(tmp_path), (None, (1, 1)))
     for rank, found in enumerate([*run_ranks(WORLD_SIZE, loaded, str(tmp_path), SHAPES), *alone]):
-        for (name, shape), (values, debts, ended) in found.items():
+        for (name, shape), (values, residuals, ended) in found.items():
             at_checkpoint, owed_there, at_end = before[rank % WORLD_SIZE][name]
             assert differing(values, at_checkpoint) == set(), (name, shape)
             # Debts of several nodes are added up in float32.
-            torch.testing.assert_close(debts, owed_there, msg=name, rtol=1e-5, atol=1e-9)
+            torch.testing.assert_close(residuals, owed_there, msg=name, rtol=1e-5, atol=1e-9)
             if shape == (2, 2):
                 assert differing(ended, at_end) == set(), name
             elif name in CLOSE and rank < WORLD_SIZE:

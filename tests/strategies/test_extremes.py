@@ -87,7 +87,7 @@ def launched(strategy: DiLoCo, round_index: int) -> list[int]:
     script.send(None)
     assert isinstance(script.send(None), Look)
     try:
-        effect = script.send(Moment(round_index, 1, drains=False))
+        effect = script.send(Moment(round_index, 1, is_finishing=False))
     except StopIteration:
         return []
     assert isinstance(effect, Launch)

@@ -164,7 +164,7 @@ class DamagedRuns:
         changed = {name for name in names if digest(run / name) != digest(self._whole / name)}
         # Beside the checkpoints a link is refused, wherever it leads.
         changed |= {name for name in names if len(name.parts) == 1 and (run / name).is_symlink()}
-        is_torn = any(
+        is_stale = any(
             size(run / name) != size(self._whole / name)  # all else may be in a piece that nobody reads
             for name in changed
             if name.parts[1:2] == (newest,) and (run / "checkpoints" / newest).is_dir()
@@ -181,7 +181,7 @@ class DamagedRuns:
         ):
             assert outcome == "ended", f"seed {seed}: {outcome}, although a checkpoint is sound: {said}"
         if outcome == "ended":
-            self._check(seed, run, changed, is_torn=is_torn)
+            self._check(seed, run, changed, is_stale=is_stale)
         for copy in self._folder.glob(f"copy-{seed}*"):
             copy.unlink() if copy.is_symlink() else shutil.rmtree(copy)
         return f"{damage.__name__}: {outcome}"
@@ -201,7 +201,7 @@ class DamagedRuns:
         perform(words)
         return "ended"
 
-    def _check(self, seed: int, run: Path, changed: set[Path], *, is_torn: bool) -> None:
+    def _check(self, seed: int, run: Path, changed: set[Path], *, is_stale: bool) -> None:
         for name, of in (
             ("records", "updates.jsonl"),
             ("evaluations", "evaluations.jsonl"),
@@ -210,7 +210,7 @@ class DamagedRuns:
             if name == "model" or Path(of) not in changed:  # a digit of a record can be hit and nobody knows
                 assert written(run, name) == self._before[name], f"seed {seed}: other {name}"
         told = [incident["part"] for incident in read_json_lines(run / "incidents.jsonl")]
-        assert not is_torn or told, f"seed {seed}: the newest checkpoint was passed over and nobody was told"
+        assert not is_stale or told, f"seed {seed}: the newest checkpoint was passed over and nobody was told"
         latest = checkpoint.latest(run / "checkpoints")
         assert latest is not None, f"seed {seed}: no checkpoint is left"
 

@@ -29,22 +29,21 @@ from typing import Any
 
 from torch import Tensor
 
-from stretto.averaging.beside import WithLaneBeside
 from stretto.averaging.mean import ReplicaMean, Whole
 from stretto.averaging.outer import Fragment
 from stretto.averaging.reports import alone, completed, empty_report, news, with_news
 from stretto.averaging.weights import Weights
 from stretto.averaging.worker import WITHOUT_DATA, Worker, WorkersRound
 from stretto.engine.accumulation import Totals
+from stretto.engine.buffer_sync import BufferSync, at, average_buffers, moved, newest_at_rest
 from stretto.engine.buffers import Buffer, changes_of
 from stretto.engine.on_device import choose_runtime
 from stretto.engine.options import Options
 from stretto.engine.replica import Flight, Performer, Replica, flight_of
-from stretto.engine.replica_sync import Alike
+from stretto.engine.replica_sync import SyncState
 from stretto.engine.report import Asks, RankReport, RoundReport, Vote
 from stretto.engine.round import Reduction, Round
-from stretto.engine.runtime import Pending
-from stretto.engine.statistics import Statistics, at, average_statistics, moved, newest_at_rest
+from stretto.engine.runtime import Pending, Runtime, RuntimeOver
 from stretto.errors import RanksDisagree, ReplicaNonFinite
 from stretto.exchange import Exchange
 from stretto.flat import Slices
@@ -53,7 +52,7 @@ from stretto.strategies.contract import Land, Launch, Look, Moment
 
 
 @dataclasses.dataclass(slots=True)
-class SinceDeparture:
+class SinceLaunch:
     """What this rank has contributed since a fragment left last."""
 
     used: bytearray
@@ -62,7 +61,7 @@ class SinceDeparture:
 
 
 @dataclasses.dataclass(slots=True)
-class Trip:
+class FragmentTransfer:
     """The results of one departure."""
 
     fragment: int
@@ -104,15 +103,15 @@ class LocalReplica(Replica):
         self._mean = ReplicaMean(exchange, sharded)
         self.has_anchor = fragments > 0
         self.fragments: Sequence[Fragment | Whole] = [Whole(exchange, self._mean)]
-        self._beside = self.runtime
+        self._side_lane = self.runtime
         if self.has_anchor:
             self.fragments = _cut(exchange, sharded, options, fragments)
             # As good as the last mean: equal on all ranks.
             self._mean.measure_from(_by_bucket(self.fragments))
-            self._beside = choose_runtime(exchange.group, sharded.masters[0].device, overlaps=True)
-            self.runtime = WithLaneBeside(self.runtime, self._beside)
-        self._under_way: Pending[Trip] | None = None
-        self._arrived: Trip | None = None
+            self._side_lane = choose_runtime(exchange.group, sharded.masters[0].device, overlaps=True)
+            self.runtime = SideLaneRuntime(self.runtime, self._side_lane)
+        self._under_way: Pending[FragmentTransfer] | None = None
+        self._arrived: FragmentTransfer | None = None
         self._last_left = self._left_at = 0  # which fragment has left last, and in which round
         self._weights = Weights(exchange.rank, exchange.world_size, len(self.fragments), len(sharded.masters))
         self._own_sums: Slices | None = None
@@ -145,11 +144,11 @@ class LocalReplica(Replica):
         own = round.report()
         if round.contribution.count and own.vote in WITHOUT_DATA:
             own = dataclasses.replace(own, vote=Vote.GO_ON)  # see Note [The end of one rank]
-        if self.within is not None:
-            own = self.within.merge(
+        if self.node_group is not None:
+            own = self.node_group.merge(
                 own, own.places(measured), lambda: round.settings(exchange.layout), self.where
             )
-            exchange.take_account(self.within.exchange)
+            exchange.take_account(self.node_group.exchange)
         else:
             own = completed(own, measured)
         self._changed, self._vote, self._asks = own.changed, own.vote, own.asks
@@ -163,10 +162,10 @@ class LocalReplica(Replica):
             own = empty_report(len(gradient.used), own.changed, progress.step)
             report = alone(own, exchange.rank, exchange.world_size)
         else:
-            exchange.settle()
+            exchange.commit_residuals()
             self._since.totals.add(own.totals)
             self._since.used = bytearray(a | b for a, b in zip(self._since.used, own.used, strict=True))
-        self.agreement.drift()
+        self.sync.diverge()
         return Reduction(gradient, report, {}, skipped, alone=True, met=False)
 
     def _own_gradient(self, flats: Sequence[Tensor]) -> Slices:
@@ -182,16 +181,18 @@ class LocalReplica(Replica):
 
     def _look(self, _: Look, flight: Flight | None) -> Moment:
         # A worker whose data have ended launches at once and waits there: only departures let ranks agree on an end.
-        drains = flight is not None and self._known.is_without_data
-        aloft = self.progress.round_index - self._left_at if self._is_under_way else None
-        return Moment(self.progress.round_index, self.agreement.gap, drains, aloft=aloft)
+        is_finishing = flight is not None and self._known.is_without_data
+        in_flight_rounds = self.progress.round_index - self._left_at if self._is_under_way else None
+        return Moment(
+            self.progress.round_index, self.sync.gap, is_finishing, in_flight_rounds=in_flight_rounds
+        )
 
     def _launch(self, effect: Launch, flight: Flight | None) -> bool:
         """Let a fragment leave; on a rank without data, wait for the others and take over where they are."""
         flight = flight_of(effect, flight)
         round = flight.round
         buffers, changed = self._buffers(flight)
-        own = self._since_departure(
+        own = self._since_launch(
             dataclasses.replace(
                 round.report(),
                 vote=self._vote,
@@ -204,52 +205,54 @@ class LocalReplica(Replica):
         )
         self._since = self._nothing_yet()
         self._last_left, self._left_at = effect.fragment, self.progress.round_index
-        self.agreement.depart()
+        self.sync.fragment_launched()
         self.fragments[effect.fragment].load(effect, round.buffer.flats)
-        self._under_way = self._beside.spawn(lambda: self._travel(effect, own, round, buffers))
+        self._under_way = self._side_lane.spawn(lambda: self._transfer(effect, own, round, buffers))
         if self._known.is_without_data:
-            trip = self._arrive()
-            self._left_at = trip.round_index
-            self.progress.wait_until(trip.round_index)
-            if trip.is_end:
-                self._unite(effect, trip, flight)
+            transfer = self._arrive()
+            self._left_at = transfer.round_index
+            self.progress.wait_until(transfer.round_index)
+            if transfer.is_end:
+                self._unite(effect, transfer, flight)
                 return False
         return True
 
     def _land(self, effect: Land, flight: Flight | None) -> None:
         """Take over what a fragment has brought, and learn of the other ranks."""
         flight = flight_of(effect, flight)
-        trip, self._arrived = self._arrive(), None
-        fragment = self.fragments[trip.fragment]
-        has_waited = trip.round_index == self.progress.round_index
-        if trip.has_left:
+        transfer, self._arrived = self._arrive(), None
+        fragment = self.fragments[transfer.fragment]
+        has_waited = transfer.round_index == self.progress.round_index
+        if transfer.has_left:
             fragment.land(effect.mix)
-            self._weights.land(trip.fragment, keeps_own=effect.mix > 0)
+            self._weights.land(transfer.fragment, keeps_own=effect.mix > 0)
         self.sharded.publish(flight.round.buffer.flats)
-        self.agreement.land(
+        self.sync.fragment_landed(
             is_whole=not (effect.delay or effect.mix or len(self.fragments) > 1),
-            states=fragment.averages_state if trip.has_left else None,
+            states=fragment.averages_state if transfer.has_left else None,
         )
         if has_waited:
-            self._catch_up(trip.report)
+            self._catch_up(transfer.report)
         elif not self._known.is_without_data:
             self.progress.take_step()  # like every step of a rank that does not ask the others
-        self._tell(trip, flight, has_waited=has_waited)
+        self._tell(transfer, flight, has_waited=has_waited)
 
     # What ranks do together, perhaps on the lane beside
 
-    def _travel(self, launch: Launch, own: RankReport, round: Round, buffers: list[Buffer]) -> Trip:
+    def _transfer(
+        self, launch: Launch, own: RankReport, round: Round, buffers: list[Buffer]
+    ) -> FragmentTransfer:
         fragment = self.fragments[launch.fragment]
         report = self._gather(fragment.exchange, own)
         self._check_settings(report, round)
-        averages = average_statistics(
+        averages = average_buffers(
             fragment.exchange, buffers, report.changed, report.micro_batches, round.first
         )
         is_end = all(vote in WITHOUT_DATA for vote in report.votes)
-        share = None if is_end else self._weights.depart(launch.fragment, report)
+        share = None if is_end else self._weights.launch(launch.fragment, report)
         if share is not None:
-            fragment.travel(share, launch)
-        return Trip(
+            fragment.transfer(share, launch)
+        return FragmentTransfer(
             fragment=launch.fragment,
             has_left=share is not None,
             is_end=is_end,
@@ -294,7 +297,7 @@ class LocalReplica(Replica):
         """Whether a fragment is in flight."""
         return self._under_way is not None or self._arrived is not None
 
-    def _arrive(self) -> Trip:
+    def _arrive(self) -> FragmentTransfer:
         """Wait for the fragment that is in progress, if one is, and return what the last one has brought."""
         if self._under_way is not None:
             pending, self._under_way = self._under_way, None
@@ -304,17 +307,17 @@ class LocalReplica(Replica):
                     self.exchange.take_account(fragment.exchange)
         return self._arrived  # type: ignore[return-value]  # who looks at it knows that there is one
 
-    def _unite(self, launch: Launch, trip: Trip, flight: Flight) -> None:
+    def _unite(self, launch: Launch, transfer: FragmentTransfer, flight: Flight) -> None:
         """Replace all replicas by their mean."""
-        share = self._weights.share(trip.report)
+        share = self._weights.share(transfer.report)
         if share is not None:
             self._mean.unite(share, flight.round.buffer.flats, state=launch.state)
         self._arrived = None
-        self._weights.unite(trip.report)
-        self.agreement.unite(states=None if share is None else launch.state)
+        self._weights.unite(transfer.report)
+        self.sync.mark_synced(states=None if share is None else launch.state)
         self.sharded.publish(flight.round.buffer.flats)
-        self._catch_up(trip.report)
-        self._tell(trip, flight, has_waited=True)
+        self._catch_up(transfer.report)
+        self._tell(transfer, flight, has_waited=True)
 
     def _catch_up(self, report: RoundReport) -> None:
         """Take over where the others are, on a rank that came early."""
@@ -330,31 +333,31 @@ class LocalReplica(Replica):
             stepped=has_stepped or (report.weight > 0 and not is_over),
         )
 
-    def _tell(self, trip: Trip, flight: Flight, *, has_waited: bool) -> None:
+    def _tell(self, transfer: FragmentTransfer, flight: Flight, *, has_waited: bool) -> None:
         """Let the round end with what a departure, of this round or of an earlier one, has made known."""
         reduction, ranks = flight.reduction, self._worker.ranks
         earlier, was_met = reduction.report, reduction.met
-        report = news(trip.report, earlier, ranks)
+        report = news(transfer.report, earlier, ranks)
         reduction.meet(
             with_news(earlier, report, ranks) if was_met else report,
-            {**reduction.statistics, **trip.averages},
+            {**reduction.buffer_means, **transfer.averages},
         )
         # The model holds this round's buffers, or where the round is left out, what ranks agreed on before it.
-        taken = flight.round.statistics if has_waited or reduction.skipped else trip.snapshot
-        flight.take_snapshot({index: taken[index] for index in trip.averages})
+        taken = flight.round.buffers if has_waited or reduction.skipped else transfer.snapshot
+        flight.take_snapshot({index: taken[index] for index in transfer.averages})
 
-    def _since_departure(self, own: RankReport) -> RankReport:
+    def _since_launch(self, own: RankReport) -> RankReport:
         """Return a report of all rounds since the last departure."""
         return dataclasses.replace(own, totals=self._since.totals, used=bytes(self._since.used))
 
-    def _nothing_yet(self) -> SinceDeparture:
-        return SinceDeparture(bytearray(len(self.sharded.layout.slots)))
+    def _nothing_yet(self) -> SinceLaunch:
+        return SinceLaunch(bytearray(len(self.sharded.layout.slots)))
 
     def _buffers(self, flight: Flight) -> tuple[list[Buffer], bytes]:
         """Return the model's buffers with the arrivals of this round, and a byte each: changed since they met?"""
-        round, averages = flight.round, flight.reduction.statistics
-        landed = moved(round.statistics, flight.snapshot, averages, round.first)
-        buffers: list[Buffer] = [landed.get(index, value) for index, value in enumerate(round.statistics)]
+        round, averages = flight.round, flight.reduction.buffer_means
+        landed = moved(round.buffers, flight.snapshot, averages, round.first)
+        buffers: list[Buffer] = [landed.get(index, value) for index, value in enumerate(round.buffers)]
         if not averages and not flight.reduction.skipped:
             return buffers, self._changed
         return buffers, changes_of([averages.get(i, value) for i, value in enumerate(round.agreed)], buffers)
@@ -364,7 +367,7 @@ class LocalReplica(Replica):
     @property
     def name(self) -> str:
         """Of this rank's own state in a checkpoint."""
-        name = self._worker.name if self.within is None else super().name
+        name = self._worker.name if self.node_group is None else super().name
         return f"{name}-of-{len(self.fragments)}-fragments" if self.has_anchor else name
 
     def anchors(self, *, waits: bool) -> Iterator[tuple[str, Tensor]]:
@@ -378,32 +381,35 @@ class LocalReplica(Replica):
     def outer_state(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield velocity, residuals and losses of fragments that are at rest, each with its kind and its name."""
         for index, fragment in self._at_rest():
-            kinds = {"velocity": fragment.velocity, "error memory": [*fragment.exchange.owed, *fragment.lost]}
+            kinds = {
+                "velocity": fragment.velocity,
+                "error memory": [*fragment.exchange.residuals, *fragment.lost],
+            }
             for kind, tensors in kinds.items():
                 for number, tensor in enumerate(tensors):
                     yield kind, f"fragment {index}, number {number}", tensor
 
-    def gather_committed(self, flats: list[Tensor], statistics: Statistics) -> list[Buffer]:
+    def gather_committed(self, flats: list[Tensor], buffer_sync: BufferSync) -> list[Buffer]:
         """Fill `flats` with the mean of all replicas; return the mean of the buffers."""
         self._arrive()
-        if self.agreement.is_united:
-            means = super().gather_committed(flats, statistics)
+        if self.sync.is_synced:
+            means = super().gather_committed(flats, buffer_sync)
         else:
-            own = statistics.copies
-            report = self._look_around(changes_of(statistics.agreed, own))
+            own = buffer_sync.copies
+            report = self._look_around(changes_of(buffer_sync.agreed, own))
             self._mean.show(self._weights.share(report), flats)
-            found = average_statistics(
-                self.exchange, own, report.changed, report.micro_batches, statistics.first
+            found = average_buffers(
+                self.exchange, own, report.changed, report.micro_batches, buffer_sync.first
             )
-            means = [found.get(index, value) for index, value in enumerate(statistics.agreed)]
-        if (trip := self._arrived) is None:
+            means = [found.get(index, value) for index, value in enumerate(buffer_sync.agreed)]
+        if (transfer := self._arrived) is None:
             return means
-        return newest_at_rest(self.exchange, statistics, means, trip.snapshot, trip.averages)
+        return newest_at_rest(self.exchange, buffer_sync, means, transfer.snapshot, transfer.averages)
 
     def agreed_optimizer(self, changed: bytes) -> ShardedOptimizer:
         """Return the optimizer, or where replicas differ a copy that holds their mean; all ranks must call."""
         self._arrive()
-        if self.agreement.is_whole:
+        if self.sync.is_whole:
             return self.sharded
         report = self._look_around(changed)
         return self._mean.consensus(self._weights.share(report), self._weights.share_of_state(report))
@@ -417,7 +423,7 @@ class LocalReplica(Replica):
         self._arrive()
         self._arrived = None
         self._since = self._nothing_yet()
-        self.agreement.unite(states=True)
+        self.sync.mark_synced(states=True)
         self._weights.begin_again()
         for fragment in self.fragments:
             fragment.begin_again()
@@ -428,7 +434,7 @@ class LocalReplica(Replica):
         It refers to the job's own tensors.
         """
         self._arrive()
-        if self.agreement.is_whole:
+        if self.sync.is_whole:
             return {}
         replica = self._mean.state_dict()
         if self.has_anchor:
@@ -436,12 +442,12 @@ class LocalReplica(Replica):
         replica["since"] = {
             **dataclasses.asdict(self._since),
             "used": bytes(self._since.used),
-            "rounds": self.agreement.gap,
+            "rounds": self.sync.gap,
         }
         replica["outer"] = {
             **self._weights.state_dict(),
             "fragments": [fragment.state_dict() for fragment in self.fragments],
-            "is_apart": not self.agreement.is_united,
+            "is_apart": not self.sync.is_synced,
             "trip": None if self._arrived is None else _packed(self._arrived),
         }
         return {"replica": replica}
@@ -453,15 +459,15 @@ class LocalReplica(Replica):
         replica = state["replica"]
         self._mean.load_state_dict(replica)
         since = replica["since"]
-        self._since = SinceDeparture(bytearray(since["used"]), Totals(**since["totals"]))
+        self._since = SinceLaunch(bytearray(since["used"]), Totals(**since["totals"]))
         outer = replica["outer"]
         self._weights.load_state_dict(outer)
         for fragment, saved in zip(self.fragments, outer["fragments"], strict=True):
             fragment.load_state_dict(saved)
         self._arrived = None if outer["trip"] is None else self._unpacked(outer["trip"])
         self._left_at = 0 if self._arrived is None else self._arrived.round_index
-        apart = Alike.APART if self.has_anchor else Alike.DRIFTING
-        self.agreement.resume(apart if outer["is_apart"] else Alike.UNITED, since["rounds"], states=False)
+        apart = SyncState.PARTIAL if self.has_anchor else SyncState.DIVERGING
+        self.sync.resume(apart if outer["is_apart"] else SyncState.SYNCED, since["rounds"], states=False)
 
     def _at_rest(self) -> Iterator[tuple[int, Fragment]]:
         """Yield the fragments of outer steps that are not in progress."""
@@ -478,12 +484,12 @@ class LocalReplica(Replica):
             empty_report(len(self.sharded.layout.slots), changed, progress.step),
             round_index=~progress.round_index,
         )
-        return self._gather(self.exchange, self._since_departure(own))
+        return self._gather(self.exchange, self._since_launch(own))
 
-    def _unpacked(self, saved: Mapping[str, Any]) -> Trip:
+    def _unpacked(self, saved: Mapping[str, Any]) -> FragmentTransfer:
         device = self.sharded.masters[0].device
         slots, buffers = len(self.sharded.layout.slots), len(saved["snapshot"])
-        return Trip(
+        return FragmentTransfer(
             **{
                 **saved,
                 "report": RoundReport.unpack(saved["report"], slots, buffers),
@@ -491,6 +497,29 @@ class LocalReplica(Replica):
                 "averages": {index: at(value, device) for index, value in saved["averages"].items()},
             }
         )
+
+
+class SideLaneRuntime(RuntimeOver):
+    """A runtime with a second lane, on which a fragment is sent while the user's thread goes on stepping.
+
+    Args:
+        runtime: Of the job's rounds.
+        side: Performs work there, one piece after the other.
+    """
+
+    def __init__(self, runtime: Runtime, side: Runtime) -> None:
+        super().__init__(runtime)
+        self.side = side
+
+    def join(self) -> None:
+        """Wait for both lanes, then end them."""
+        super().join()
+        self.side.join()
+
+    def leave(self) -> None:
+        """End both lanes after an error, without waiting."""
+        super().leave()
+        self.side.leave()
 
 
 def _cut(exchange: Exchange, sharded: ShardedOptimizer, options: Options, fragments: int) -> list[Fragment]:
@@ -517,6 +546,6 @@ def _whereabouts(rank: int, index: int, is_without_data: bool) -> str:
     return f"rank {rank}{', which has no more data,' if is_without_data else ''} averages in round {index}"
 
 
-def _packed(trip: Trip) -> dict[str, Any]:
-    fields = {field.name: getattr(trip, field.name) for field in dataclasses.fields(trip)}
-    return {**fields, "report": [record.tobytes() for record in trip.report.records]}
+def _packed(transfer: FragmentTransfer) -> dict[str, Any]:
+    fields = {field.name: getattr(transfer, field.name) for field in dataclasses.fields(transfer)}
+    return {**fields, "report": [record.tobytes() for record in transfer.report.records]}

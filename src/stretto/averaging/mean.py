@@ -169,7 +169,7 @@ class Whole:
         """Use `flats` on the way; nothing is copied, because it arrives in the same update."""
         self._scratch, self.averages_state = flats, launch.state
 
-    def travel(self, share: float, launch: Launch) -> None:
+    def transfer(self, share: float, launch: Launch) -> None:
         """Replace this rank's replica by the mean of all; all ranks must call.
 
         Args:

@@ -67,7 +67,7 @@ class Fragment:
         self._formats = [self._changed.values.of(flat.dtype) for flat in self._layout.sets]
         self._runs = list(self._batches())
         """Members that are sent alike, and whether they are sent narrow, as many at a time as take little memory."""
-        self._trips = 0
+        self._transfers = 0
         """Since the job began."""
         self.begin_again()
 
@@ -109,7 +109,7 @@ class Fragment:
                     [carried[index] for index in members], [anchors[index] for index in members]
                 )
 
-    def travel(self, share: float, launch: Launch) -> None:
+    def transfer(self, share: float, launch: Launch) -> None:
         """Take the outer step with the loaded values; all ranks must call, in the same order.
 
         Args:
@@ -119,8 +119,8 @@ class Fragment:
         step = launch.outer
         if step is None:
             raise TypeError("a fragment is sent for an outer step: expected Launch(outer=OuterStep(...))")
-        self.exchange.begin_round(self._trips)
-        self._trips += 1
+        self.exchange.begin_round(self._transfers)
+        self._transfers += 1
         feedback = self.exchange.feedback
         flats = [flat.mul_(share) if share else flat.zero_() for flat in self._carried]
         sums = [torch.empty_like(velocity) for velocity in self.velocity]
@@ -129,7 +129,7 @@ class Fragment:
         else:
             flats = feedback.begin(flats, ())
             self.exchange.run(self.exchange.summing(flats, sums, whole=False), feedback.add)
-            feedback.settle()
+            feedback.commit_residuals()
         carried = self._views(self._carried)
         own = [self._own(view) for view in carried]
         anchors = [self._own(view) for view in self.anchor_by_bucket]
@@ -171,12 +171,12 @@ class Fragment:
 
     def state_dict(self) -> dict[str, Any]:
         """Return count, anchor, velocity and rounding errors; it refers to the fragment's own tensors."""
-        return {"trips": self._trips, **self._tensors}
+        return {"trips": self._transfers, **self._tensors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the `state_dict` of the same rank; another wire has no residual, or no losses."""
         self._left = [torch.zeros_like(master) for master in self._masters][: len(state["left"])]
-        self._trips = state["trips"]
+        self._transfers = state["trips"]
         for name, tensors in self._tensors.items():
             for tensor, saved in zip(tensors, state[name], strict=False):
                 tensor.copy_(saved)
@@ -186,7 +186,7 @@ class Fragment:
         return {
             "anchor": self.anchor,
             "velocity": self.velocity,
-            "owed": self.exchange.owed,
+            "owed": self.exchange.residuals,
             "lost": self.lost,
             "left": self._left,
         }

@@ -29,7 +29,7 @@ class Weights:
         """Of each fragment: whether ranks hold their own values: it is in flight, or they kept a part at its arrival.
         """
 
-    def depart(self, fragment: int, report: RoundReport) -> float | None:
+    def launch(self, fragment: int, report: RoundReport) -> float | None:
         """Send a fragment; return this rank's share of it, or None if no rank has contributed since.
 
         Args:

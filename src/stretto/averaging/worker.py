@@ -28,7 +28,7 @@ from stretto.groups import part_of
 from stretto.strategies import Strategy
 from stretto.strategies.ledger import Ledger
 
-WITHOUT_DATA = (Vote.EXHAUSTED, Vote.LEFT, Vote.DRAIN)
+WITHOUT_DATA = (Vote.DATA_ENDED, Vote.PASS_LEFT, Vote.FINISHING)
 """Votes of ranks whose worker averages whenever the others do, once all its ranks vote so: only averages let ranks
 agree on an end."""
 

@@ -50,7 +50,7 @@ class BackgroundSave(Listener):
     def __init__(
         self, parallel: DataParallel, ranks: Ranks, steps: Sequence[Step], abandon: Callable[[], None]
     ) -> None:
-        self._course = parallel.job.compute.course
+        self._course = parallel.job.compute.rounds
         self._ranks = ranks
         self._abandon = abandon
         self._left = list(steps)
@@ -64,7 +64,7 @@ class BackgroundSave(Listener):
         if self._left and self._working.done():
             self._course.asks |= Asks.SAVED
 
-    def update_landed(self) -> None:
+    def update_committed(self) -> None:
         """Begin the next step, if all ranks have taken the last one."""
         if self._left and Asks.SAVED in self._course.asked:
             self._end_step()

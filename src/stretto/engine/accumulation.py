@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stretto.engine import misuse
-from stretto.engine.departure import Departure
+from stretto.engine.early_reduction import EarlyReduction
 from stretto.flat import Layout
 
 _version = operator.attrgetter("_version")
@@ -119,17 +119,17 @@ class Accumulation:
         """Whether gradients of a micro-batch have arrived that has not been counted yet."""
         self.is_left_out = False
         """Whether the round's gradients were dropped because the parameters were damaged."""
-        self.departure: Departure | None = None
-        """The sum over ranks, if it has begun before the round is closed (`stretto.engine.hidden`)."""
+        self.early_reduction: EarlyReduction | None = None
+        """The sum over ranks, if it has begun before the round is closed (`stretto.engine.early_accumulation`)."""
         return self
 
     def restart(self) -> None:
         """Drop the round's gradients; if some have left, all ranks sum the round again."""
-        departure = self.departure
+        early_reduction = self.early_reduction
         self.begin(self.buffer).attach()
-        self.departure = departure
-        if departure is not None:
-            departure.tear()
+        self.early_reduction = early_reduction
+        if early_reduction is not None:
+            early_reduction.invalidate()
 
     def leave_out(self) -> None:
         """Drop the round's gradients for good, and count its micro-batches all the same."""

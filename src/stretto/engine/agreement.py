@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from stretto.checksums import digest
 from stretto.engine.accumulation import GradientBuffer
+from stretto.engine.frozen_state import frozen_state
 from stretto.engine.hooks import shows_estimate
-from stretto.engine.untrained import untrained
 from stretto.errors import RanksDisagree, TransferCorrupt
 from stretto.exchange import Exchange
 from stretto.exchange.broadcast import broadcast
@@ -82,7 +82,7 @@ def share_start(
         for flat in buffer.flats:
             _take_from_rank_0(exchange, flat)
         torch._foreach_copy_(list(parameters), buffer.views)
-        for _, tensor in untrained(model):
+        for _, tensor in frozen_state(model):
             local, shard = shard_of(tensor)
             _take_from_rank_0(everyone if shard is None else exchange, local)
         _take_from_rank_0(everyone, is_estimate)

@@ -65,7 +65,7 @@ class CommLane:
         progress = self.progress
         self._timer.start()
         reduction = round.reduction or self.replica.reduce(round)
-        flight = Flight(round, reduction, round.statistics)
+        flight = Flight(round, reduction, round.buffers)
         progress.begin_round(reduction, round.hyperparameters)
         self._perform(flight)
         progress.end_round(self._timer.stop())
@@ -74,7 +74,7 @@ class CommLane:
             replica, sent_bytes = self.replica, self.replica.exchange.sent_bytes
             commit = progress.commit(
                 sent_bytes,
-                gap=replica.agreement.gap,
+                gap=replica.sync.gap,
                 interval=replica.interval,
                 staleness=self.strategy.staleness,
             )

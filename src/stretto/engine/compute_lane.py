@@ -3,12 +3,12 @@
 docs/architecture.md describes how a round is sent and installed. Hyperparameters are read when the first round of an
 update is sent, and hold for all its rounds. Parameters change only when a round is installed.
 
-Note [The course of a round]
+Note [The stages of a round]
     stage           what it means                                                           what ends it
     ACCUMULATING    micro-batches are counted; no round is closed                           the quota is met
-    READY           a round is closed, and starts at the next forward or backward pass   start
+    READY           a round is closed; the next forward or backward pass submits it         it is submitted
     IN_FLIGHT       the communication lane has it; a strategy that overlaps accumulates     somebody has waited for it
-    ARRIVED         what it brings is known, and is installed next                          landing, and all over again
+    ARRIVED         what it brings is known, and is installed next                          it is installed
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from stretto.echo.loader import check_unfed
 from stretto.engine import misuse
 from stretto.engine.accumulation import Accumulate, Accumulation, GradientBuffer
+from stretto.engine.buffer_sync import Carried, as_written, at, average_at_rest
 from stretto.engine.buffers import Buffer
 from stretto.engine.comm_lane import CommLane
 from stretto.engine.failures import FailureDetector, Lifetime
@@ -31,11 +32,10 @@ from stretto.engine.first_loss import check_first_loss
 from stretto.engine.hooks import Gradients, Hooks
 from stretto.engine.model import UserModel, trains
 from stretto.engine.options import Quota
-from stretto.engine.replica_sync import Alike
+from stretto.engine.replica_sync import SyncState
 from stretto.engine.report import Asks, RoundReport, Vote
 from stretto.engine.round import Accounts, Landing, Reduction, Round
 from stretto.engine.runtime import Arrived, Pending
-from stretto.engine.statistics import Carried, agreed_at_rest, as_written, at
 from stretto.errors import OutOfTurn
 from stretto.optimizer import Hyperparameters, Schedule, read_hyperparameters
 from stretto.records import Incident, Update
@@ -45,7 +45,7 @@ Until = Literal["any", "all"]
 
 
 class Stage(Enum):
-    """Where a rank's rounds are; see Note [The course of a round]."""
+    """Where a rank's rounds are; see Note [The stages of a round]."""
 
     ACCUMULATING = "accumulating"
     READY = "ready"
@@ -55,11 +55,11 @@ class Stage(Enum):
 
 BEFORE = dict(zip(Stage, (Stage.ARRIVED, *Stage), strict=False))
 """What each stage comes after."""
-AWAY = (Stage.IN_FLIGHT, Stage.ARRIVED)
+SUBMITTED = (Stage.IN_FLIGHT, Stage.ARRIVED)
 """A round has been submitted, and is not installed."""
 
 
-class Course:
+class RoundState:
     """The stage of this rank's rounds, and the votes of all ranks. As text it is rank and step, for messages.
 
     Args:
@@ -108,7 +108,7 @@ class Course:
         if stage is Stage.IN_FLIGHT:
             self.place = 0 if self.place == self._last else self.place + 1
 
-    def land(self, *, at_boundary: bool, steps: int, met: RoundReport | None) -> None:
+    def install(self, *, at_boundary: bool, steps: int, met: RoundReport | None) -> None:
         """What a round brought is installed.
 
         Args:
@@ -126,7 +126,7 @@ class Course:
     @property
     def is_under_way(self) -> bool:
         """Whether a round has been submitted and is not installed."""
-        return self.stage in AWAY
+        return self.stage in SUBMITTED
 
     @property
     def is_in_last_round(self) -> bool:
@@ -134,7 +134,7 @@ class Course:
         return self.place == self._last
 
     @property
-    def steps_in_sight(self) -> int:
+    def steps_once_installed(self) -> int:
         """Number of committed updates once every closed round is installed, if all of them step."""
         ends_update = self.place == 0 if self.is_under_way else self.is_in_last_round
         return self.steps + (ends_update and self.stage is not Stage.ACCUMULATING)
@@ -146,9 +146,9 @@ class Course:
 
     # What ranks say
 
-    def exhaust(self) -> None:
+    def end_data(self) -> None:
         """This rank's data have ended."""
-        self.vote = max(self.vote, Vote.EXHAUSTED)
+        self.vote = max(self.vote, Vote.DATA_ENDED)
 
     def stop(self) -> None:
         """This rank asks all ranks to stop."""
@@ -156,7 +156,7 @@ class Course:
 
     def finish(self) -> None:
         """This rank has left its loop for good, and only submits remaining rounds."""
-        self.vote = Vote.DRAIN
+        self.vote = Vote.FINISHING
 
     @contextmanager
     def finishing(self, *, forgets: bool) -> Iterator[None]:
@@ -165,7 +165,7 @@ class Course:
         Args:
             forgets: Whether the votes in it were about nothing else, and not about the end of the data.
         """
-        own, self.vote = self.vote, Vote.DRAIN if self._is_stopped else Vote.LEFT
+        own, self.vote = self.vote, Vote.FINISHING if self._is_stopped else Vote.PASS_LEFT
         yield
         self.vote = own
         if forgets:
@@ -173,7 +173,7 @@ class Course:
 
     def begin_pass(self) -> None:
         """Start again after an agreed end of data, which a loop over epochs passes many times; a stop stays."""
-        if self.vote == Vote.EXHAUSTED:
+        if self.vote == Vote.DATA_ENDED:
             self.vote = Vote.GO_ON
         self._is_stopped |= max(self.votes, default=Vote.GO_ON) == Vote.STOP
         self.votes = [Vote.STOP if self._is_stopped else Vote.GO_ON for _ in self.votes]
@@ -189,18 +189,18 @@ class Course:
     def is_pass_over(self, until: Until) -> bool:
         """Return whether all ranks have agreed to end; the same on every rank at the same round."""
         return bool(self.votes) and (
-            max(self.votes) >= Vote.LEFT or _decisive(self.votes, until) >= Vote.EXHAUSTED
+            max(self.votes) >= Vote.PASS_LEFT or _decisive(self.votes, until) >= Vote.DATA_ENDED
         )
 
     def have_data_ended(self, until: Until) -> bool:
         """Return whether all ranks have agreed to end because of the data."""
-        is_end = Vote.EXHAUSTED in self.votes and _decisive(self.votes, until) >= Vote.EXHAUSTED
+        is_end = Vote.DATA_ENDED in self.votes and _decisive(self.votes, until) >= Vote.DATA_ENDED
         return is_end and max(self.votes) < Vote.STOP
 
     def have_all_left(self) -> bool:
         """Return whether no rank has anything to contribute."""
         votes = set(self.votes)
-        return bool(votes) and (votes <= {Vote.LEFT, Vote.DRAIN} or votes == {Vote.EXHAUSTED})
+        return bool(votes) and (votes <= {Vote.PASS_LEFT, Vote.FINISHING} or votes == {Vote.DATA_ENDED})
 
 
 def _decisive(votes: Sequence[Vote], until: Until) -> Vote:
@@ -231,12 +231,12 @@ class ComputeLane:
         allow_unused: bool,
         accumulate: Accumulate = Accumulation,
     ) -> None:
-        self.model, self.statistics = model, model.statistics
+        self.model, self.buffer_sync = model, model.buffer_sync
         self._is_checked = False  # whether parameters were checked since the last micro-batch was counted
         self.lifetime = Lifetime(failures, leave=self._leave)
         self._schedule = None if scheduler is None else Schedule(scheduler)
-        self.course = Course(comm.replica.rank, len(quota.minima))
-        self.where: object = self.course
+        self.rounds = RoundState(comm.replica.rank, len(quota.minima))
+        self.where: object = self.rounds
         """Rank and step, for messages: they are put into words where there is one."""
         self.num_counted = 0  # micro-batches of this rank, of any weight, since the job began or was loaded
         self._ready: Round | None = None  # while one is
@@ -271,25 +271,25 @@ class ComputeLane:
     @property
     def has_round_ready(self) -> bool:
         """Whether a round waits for its start."""
-        return self.course.stage is Stage.READY
+        return self.rounds.stage is Stage.READY
 
     @property
     def begins_update(self) -> bool:
         """Whether the next micro-batch is the first of an update on this rank."""
         if self.has_round_ready:
-            return self.course.is_in_last_round
-        return self.course.place == 0 and self.accumulation.contribution.count == 0
+            return self.rounds.is_in_last_round
+        return self.rounds.place == 0 and self.accumulation.contribution.count == 0
 
     @property
     def ends_with_next(self) -> bool:
         """Whether the next micro-batch is sure to be an update's last; asked where no round is ready."""
         count = self.accumulation.contribution.count + 1
-        return self.course.is_in_last_round and count >= self.quota.maxima[-1]
+        return self.rounds.is_in_last_round and count >= self.quota.maxima[-1]
 
     def num_lacking(self, last: int) -> int:
         """Return how many micro-batches this rank lacks until the update `last` is closed, if all rounds step."""
-        before = self.course.steps + (self.course.is_under_way and self.course.place == 0)
-        done = sum(self.quota.minima[: self.course.place]) + self.accumulation.contribution.count
+        before = self.rounds.steps + (self.rounds.is_under_way and self.rounds.place == 0)
+        done = sum(self.quota.minima[: self.rounds.place]) + self.accumulation.contribution.count
         return (last - before) * sum(self.quota.minima) - done
 
     # Micro-batches
@@ -301,7 +301,7 @@ class ComputeLane:
             if self.model.lacks_values:
                 self.model.check_values(self.where)
             self._is_checked = True
-        self.take_off_if_ready()
+        self.submit_if_ready()
         if self.comm.asks_ahead and self._opening is None:
             self._opening = self.runtime.spawn(self.comm.open)
 
@@ -330,7 +330,7 @@ class ComputeLane:
         """Count one micro-batch whose gradients have arrived, unless it may lack any; close and install full rounds."""
         if not self.num_counted:
             check_unfed(sum(self.quota.minima) if self.quota.is_fixed else None, self.where)
-        self.take_off_if_ready()
+        self.submit_if_ready()
         if weight > 0 and not (self.accumulation.has_arrived or lacks):
             self.model.check_complete(self.where)
             raise misuse.no_gradient(self.where)
@@ -344,35 +344,35 @@ class ComputeLane:
             self.runtime.keep_pace()  # a clock counts what has been computed, not what has been called for
         is_free = self._in_flight is None or self._in_flight.done()
         enough = self.quota.minima if is_free else self.quota.maxima
-        if self.accumulation.contribution.count < enough[self.course.place]:
+        if self.accumulation.contribution.count < enough[self.rounds.place]:
             return None
         update = self.end_round()
-        return update if self.overlaps else self.fly()
+        return update if self.overlaps else self.finish_round()
 
-    def fly(self) -> Update | None:
+    def finish_round(self) -> Update | None:
         """Submit the ready round, if there is one, and install the round in flight."""
-        self.take_off_if_ready()
-        return self._land()
+        self.submit_if_ready()
+        return self._install_round()
 
-    def take_off_if_ready(self) -> None:
+    def submit_if_ready(self) -> None:
         """Submit the ready round, if there is one, and begin the next; training continues, or ends."""
-        if self.model.held_back is not None:
+        if self.model.saved_view is not None:
             self.model.train_on(self.where)
         ready, self._ready = self._ready, None
         if ready is None:
             return
-        self.course.enter(Stage.IN_FLIGHT)
+        self.rounds.enter(Stage.IN_FLIGHT)
         if self.overlaps:
             self.check_untouched()
-            if self.statistics.names:
-                self.statistics.took_off(ready.statistics)
-        if self.course.at_boundary:
+            if self.buffer_sync.names:
+                self.buffer_sync.took_off(ready.buffers)
+        if self.rounds.at_boundary:
             self._hyperparameters = read_hyperparameters(self.model.optimizer)
             self._trains = bytes(map(trains, self.model.registered))
         ready = dataclasses.replace(
             ready,
-            vote=self.course.vote,
-            asks=self.course.asks,
+            vote=self.rounds.vote,
+            asks=self.rounds.asks,
             hyperparameters=self._hyperparameters,
             trains=self._trains,
         )
@@ -382,31 +382,31 @@ class ComputeLane:
             buffer, self._idle = self._idle, None
             self.accumulation.begin(buffer).attach()
         else:
-            self.accumulation.begin(ready.buffer)  # the landing attaches it
+            self.accumulation.begin(ready.buffer)  # it is attached when this round is installed
 
     def close_round(self, reduction: Reduction | None = None) -> Round:
-        """Close the accumulating round, unless it is, and return it; it starts next.
+        """Close the accumulating round, unless it is, and return it; it is submitted next.
 
         Args:
             reduction: The result of its exchange, if that was done before.
         """
         if self._ready is None:
-            self.course.enter(Stage.READY)
+            self.rounds.enter(Stage.READY)
             nothing: Carried = ([], None, [], [], [])
             self._ready = Round(
                 self.accumulation.buffer,
                 self.accumulation.contribution,
-                *(self.statistics.carried() if self.statistics.names else nothing),
-                self.course.vote,
+                *(self.buffer_sync.carried() if self.buffer_sync.names else nothing),
+                self.rounds.vote,
                 [],
                 incidents=self._incidents,
-                departure=self.accumulation.departure,
+                early_reduction=self.accumulation.early_reduction,
             )
             self._incidents = []
             for listener in self.model.listeners:
                 listener.round_closed()
         if reduction is not None:
-            self._ready = dataclasses.replace(self._ready, reduction=reduction, departure=None)
+            self._ready = dataclasses.replace(self._ready, reduction=reduction, early_reduction=None)
         return self._ready
 
     def end_round(self) -> Update | None:
@@ -415,29 +415,29 @@ class ComputeLane:
         self.model.check_complete(self.where)
         for listener in self.model.listeners:
             self._incidents += listener.round_ends()
-        update = self._land() if self.course.stage in AWAY else None
+        update = self._install_round() if self.rounds.stage in SUBMITTED else None
         self.close_round()
         return update
 
-    def _land(self) -> Update | None:
+    def _install_round(self) -> Update | None:
         """Wait for the round in flight, install what it brought, and return the update it committed."""
         landing, self._landing = self.wait_for_lane(), None
         if landing is None:
             raise OutOfTurn(f"{self.where}: a round ends that has not begun; please report it")
         for listener in self.model.listeners:
-            listener.landing_begins()
+            listener.install_begins()
         self.model.show(landing.buffer.views, landing.shown)
-        if self.statistics.names:
-            self.statistics.install(landing)
+        if self.buffer_sync.names:
+            self.buffer_sync.install(landing)
         if self.overlaps:
             self._idle = landing.buffer
         else:
             self.accumulation.attach()
-        reduction, before = landing.reduction, self.course.steps
+        reduction, before = landing.reduction, self.rounds.steps
         self._skipped_rounds += reduction.skipped
         steps = self.comm.progress.step
         met = reduction.report if reduction.met else None
-        self.course.land(at_boundary=landing.at_boundary, steps=steps, met=met)
+        self.rounds.install(at_boundary=landing.at_boundary, steps=steps, met=met)
         if landing.commit is not None and not self._accounts.use_is_known:
             self._accounts.check_used(landing.commit, self.layout, self.where)
         if steps > before:
@@ -445,7 +445,7 @@ class ComputeLane:
         if landing.commit is None:
             return None
         for listener in self.model.listeners:
-            listener.update_landed()
+            listener.update_committed()
         skipped, exposed_seconds = self._skipped_rounds, self._exposed_seconds
         self._exposed_seconds, self._skipped_rounds = 0.0, 0
         return self._accounts.close(landing.commit, steps, self.runtime.now(), skipped, exposed_seconds)
@@ -457,7 +457,7 @@ class ComputeLane:
             in_flight, self._in_flight, self._has_failed = self._in_flight, None, True
             self._landing = in_flight.result()
             self._has_failed = False
-            self.course.enter(Stage.ARRIVED)
+            self.rounds.enter(Stage.ARRIVED)
             self._exposed_seconds += self._timer.stop()
         return self._landing
 
@@ -474,7 +474,7 @@ class ComputeLane:
 
         Masters belong to the next update if its last round has been submitted.
         """
-        self.model.drop_held()
+        self.model.drop_saved_view()
         if self.model.shown == "committed" or self._has_failed or self.lifetime.failures.world_size > 1:
             return
         try:
@@ -484,7 +484,7 @@ class ComputeLane:
             if self._opening is not None:
                 self._opening.result()
             values = GradientBuffer(self.layout)
-            self.replica.gather_committed(values.flats, self.statistics)
+            self.replica.gather_committed(values.flats, self.buffer_sync)
             self.model.show(values.views, "committed")
         except BaseException:  # whatever it is, the job ends because of what came before
             return
@@ -494,7 +494,7 @@ class ComputeLane:
         return None if gradient is None else self.accumulation.before_gradient(index, gradient)
 
     def _before_forward(self, module: nn.Module, _: object) -> None:
-        # Traced code has no take-off of its own: the backward pass brings it.
+        # Traced code submits no round: the backward pass does.
         if torch.compiler.is_compiling() or module is not self.model.model:  # a copy
             return
         if not module.training:
@@ -505,26 +505,26 @@ class ComputeLane:
             kind = self.model.parameters[0].device.type
             if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
                 raise misuse.autocast_to_float16(self.where)
-            # A take-off checks the parameters; their own backward pass brings it where others stand in for them.
+            # Submitting a round checks the parameters: where others stand in for them, the backward pass does.
             if self._ready is None or not self.model.is_replaced:
                 self.before_micro_batch()
 
     # At rest
 
     @property
-    def is_clear(self) -> bool:
+    def is_between_updates(self) -> bool:
         """Whether the last update has ended and this rank has counted no micro-batch since."""
-        is_all_landed = self.course.stage is Stage.ACCUMULATING
-        return self.course.at_boundary and is_all_landed and self.accumulation.contribution.count == 0
+        is_all_installed = self.rounds.stage is Stage.ACCUMULATING
+        return self.rounds.at_boundary and is_all_installed and self.accumulation.contribution.count == 0
 
     @property
     def is_lane_idle(self) -> bool:
         """Whether the communication lane has no work, so that no code writes the masters."""
-        return not self.course.is_under_way and self._opening is None
+        return not self.rounds.is_under_way and self._opening is None
 
     def drop(self) -> bool:
         """Drop the counted micro-batches of the next update; return False, and drop nothing, if some are submitted."""
-        if self.course.place or self.has_round_ready:
+        if self.rounds.place or self.has_round_ready:
             return False
         self.accumulation.restart()
         for listener in self.model.listeners:
@@ -538,7 +538,7 @@ class ComputeLane:
 
     def check_alike(self, what: str) -> None:
         """Raise `OutOfTurn` if a round is in flight that other ranks may not have submitted, under a `Clock`."""
-        if self.course.is_under_way and not self.quota.is_fixed:
+        if self.rounds.is_under_way and not self.quota.is_fixed:
             raise OutOfTurn(
                 f"{self.where}: {what} while a round is in flight, under a Clock: other ranks may have "
                 "counted fewer rounds; call it right after an Update was returned, before the next forward "
@@ -552,7 +552,7 @@ class ComputeLane:
         started = accumulation.has_arrived or (
             not self.has_round_ready and accumulation.contribution.count > 0
         )
-        if started or not self.is_lane_idle or not self.course.at_boundary:
+        if started or not self.is_lane_idle or not self.rounds.at_boundary:
             raise OutOfTurn(
                 f"{self.where}: {what} in the middle of an update: call it right after an Update was "
                 "returned, before training, or after finish()"
@@ -561,7 +561,7 @@ class ComputeLane:
     @contextmanager
     def settled(self, *, meets: bool = False) -> Iterator[None]:
         """Show the committed parameters and the agreed buffers inside the block; see `show_committed`."""
-        if self.model.held_back is not None:
+        if self.model.saved_view is not None:
             yield
             return
         self.show_committed(meets=meets)
@@ -586,42 +586,42 @@ class ComputeLane:
         landing = self.wait_for_lane()
         for listener in self.model.listeners:
             listener.committed_is_read()  # the communication lane is at rest, so this thread may do it
-        agreement = self.replica.agreement
-        is_mean = agreement.steps_alone and not agreement.is_united and landing is None
+        agreement = self.replica.sync
+        is_mean = agreement.steps_alone and not agreement.is_synced and landing is None
         buffers = [] if is_mean else self._buffers(landing, meets=meets)
-        if self.model.shown == "committed" and agreement.state is Alike.UNITED and landing is None:
+        if self.model.shown == "committed" and agreement.state is SyncState.SYNCED and landing is None:
             self.model.settle(None, buffers)
             return
-        # The idle buffer may hold gathered values: the next take-off zeroes it.
+        # The idle buffer may hold gathered values: it is zeroed when the next round is submitted.
         buffer = self._idle if self._idle is not None else GradientBuffer(self.layout)
         gathered = self.runtime.spawn(
-            lambda: self.replica.gather_committed(buffer.flats, self.statistics)
+            lambda: self.replica.gather_committed(buffer.flats, self.buffer_sync)
         ).result()
         self.model.settle(buffer.views, gathered if is_mean else buffers)
 
     def _buffers(self, landing: Landing | None, *, meets: bool) -> list[Buffer]:
         """Return the agreed buffers once `landing` is installed, with writes at rest."""
-        statistics, round_index = self.statistics, self.comm.progress.round_index
-        if not statistics.names:
+        buffer_sync, round_index = self.buffer_sync, self.comm.progress.round_index
+        if not buffer_sync.names:
             return []
-        own, snapshot = self.model.trained_buffers, None if self._ready is None else self._ready.statistics
-        buffers = statistics.with_late_writes(statistics.agreed_after(landing))
+        own, snapshot = self.model.trained_buffers, None if self._ready is None else self._ready.buffers
+        buffers = buffer_sync.with_late_writes(buffer_sync.agreed_after(landing))
         if landing is None and (self.has_round_ready or not self.accumulation.contribution.count):
-            buffers = as_written(statistics.left_by(snapshot, round_index), own, buffers)
+            buffers = as_written(buffer_sync.left_by(snapshot, round_index), own, buffers)
         if not meets:
             return buffers
         agreed = self.runtime.spawn(
-            lambda: agreed_at_rest(self.replica.exchange, statistics, buffers)
+            lambda: average_at_rest(self.replica.exchange, buffer_sync, buffers)
         ).result()
-        statistics.agree_on(agreed, round_index, own)
+        buffer_sync.agree_on(agreed, round_index, own)
         return agreed
 
     def _finish_opening(self) -> None:
         if self._opening is not None:
             self._opening = Arrived(self._opening.result())
 
-    def reduce_ahead(self) -> Reduction:
-        """Exchange now the gradients of the round that starts next, for a checkpoint and for it; all must call."""
+    def reduce_early(self) -> Reduction:
+        """Exchange now the gradients of the round submitted next, for a checkpoint and for it; all must call."""
         ready = self.close_round()
         if ready.reduction is not None:
             return ready.reduction
@@ -629,8 +629,8 @@ class ComputeLane:
         trained = bytes(map(trains, self.model.registered))
         ready = dataclasses.replace(
             ready,
-            vote=self.course.vote,
-            asks=self.course.asks,
+            vote=self.rounds.vote,
+            asks=self.rounds.asks,
             hyperparameters=hyperparameters,
             trains=trained,
         )
@@ -643,14 +643,14 @@ class ComputeLane:
         """Return, by name, what buffers were when the ready round was closed, where that is no longer so."""
         if self._ready is None:
             return {}
-        return self.statistics.written_since(self._ready.statistics, self.model.trained_buffers)
+        return self.buffer_sync.written_since(self._ready.buffers, self.model.trained_buffers)
 
     def closed_with(self, closed: Mapping[str, Buffer]) -> None:
         """Let the ready round be as if it had been closed with these buffers, by name."""
         device = self.layout.sets[0].device
-        pairs = zip(self.statistics.names, self.close_round().statistics, strict=True)
-        statistics = [at(closed[name], device) if name in closed else value for name, value in pairs]
-        self._ready = dataclasses.replace(self.close_round(), statistics=statistics)
+        pairs = zip(self.buffer_sync.names, self.close_round().buffers, strict=True)
+        buffers = [at(closed[name], device) if name in closed else value for name, value in pairs]
+        self._ready = dataclasses.replace(self.close_round(), buffers=buffers)
 
     def begin_again(self, steps: int, round_index: int) -> None:
         """Continue after so many updates and rounds, whose state is in place; drop accumulated gradients.
@@ -665,7 +665,7 @@ class ComputeLane:
         self.model.begin_again()
         if self._schedule is not None:
             self._schedule.forget()
-        self.course.begin_again(steps)
+        self.rounds.begin_again(steps)
         self.num_counted, self._exposed_seconds, self._skipped_rounds = 0, 0.0, 0
         self.comm.progress.begin_again(steps, round_index)
         self.replica.begin_again()
@@ -678,8 +678,8 @@ class ComputeLane:
         Until training continues, the committed parameters are shown.
         """
         self.replica.models_show(self.model.parameters)
-        statistics = self.statistics
-        statistics.agree_on(statistics.agreed, self.comm.progress.round_index, statistics.copies)
+        buffer_sync = self.buffer_sync
+        buffer_sync.agree_on(buffer_sync.agreed, self.comm.progress.round_index, buffer_sync.copies)
         for listener in self.model.listeners:
             listener.began_again()
         if self.model.shown == "estimate":

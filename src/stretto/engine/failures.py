@@ -1,7 +1,7 @@
 """Failures: waits for collectives that raise once they cannot complete, and the end of a job on all ranks.
 
-A healthy round passes `FailureDetector.wait` alone. Only a wait that lasts looks around (`stretto.engine.inquiry`),
-at the findings of a second thread in the store (`stretto.engine.watcher`).
+A healthy round passes `FailureDetector.wait` alone. Only a wait that lasts looks around
+(`stretto.engine.stall_diagnosis`), at the findings of a second thread in the store (`stretto.engine.watcher`).
 
 Note [Who lets go last]
     A thread of Gloo holds a collective for a moment after it has completed. If that thread is the last to let go, it
@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import distributed as dist
 
-from stretto.engine.inquiry import Inquiry
+from stretto.engine.failure_broadcast import tell
 from stretto.engine.round import Progress
-from stretto.engine.telling import tell
+from stretto.engine.stall_diagnosis import StallDiagnosis
 from stretto.engine.watcher import Watcher, keeps, store_of
 from stretto.errors import CommunicationError, Finished, NoWayOn, PeerFailed, StrettoError
 from stretto.exchange.transfer import Started, Wait
@@ -125,7 +125,7 @@ class FailureDetector:
             PeerFailed: A rank died or raised, or this rank's own failure has ended the job.
             PeerSilent: A rank gives no sign of life, or the timeout passed and no rank is known to have died or raised.
         """
-        inquiry: Inquiry | None = None
+        stall_diagnosis: StallDiagnosis | None = None
         while True:
             try:
                 if self._completes(work, self._patience):
@@ -138,12 +138,12 @@ class FailureDetector:
             except (PeerFailed, NoWayOn):  # a group that sees all ranks has found the cause by itself
                 raise
             except RuntimeError as error:
-                raise (inquiry or self._inquiry(what, ranks)).into(error) from error
-            inquiry = inquiry or self._inquiry(what, ranks)
-            inquiry.look()
+                raise (stall_diagnosis or self._stall_diagnosis(what, ranks)).into(error) from error
+            stall_diagnosis = stall_diagnosis or self._stall_diagnosis(what, ranks)
+            stall_diagnosis.look()
 
-    def _inquiry(self, what: str, ranks: Sequence[int] | None) -> Inquiry:
-        return Inquiry(
+    def _stall_diagnosis(self, what: str, ranks: Sequence[int] | None) -> StallDiagnosis:
+        return StallDiagnosis(
             self._watcher,
             self._connections,
             where=lambda: self.where,
@@ -156,7 +156,7 @@ class FailureDetector:
         """Return what to raise for an error of a job: on a group that the watcher has aborted, what it had found."""
         is_backends = isinstance(error, RuntimeError) and not isinstance(error, StrettoError)
         if is_backends and self._watcher.has_aborted:
-            return self._inquiry("start of a collective", None).into(error)
+            return self._stall_diagnosis("start of a collective", None).into(error)
         return error
 
     def let_go(self) -> None:
@@ -164,7 +164,8 @@ class FailureDetector:
         self._completed.clear()
 
     def tell(self, error: BaseException, *, is_users: bool = False) -> bool:
-        """Report to the other ranks why this one leaves (`stretto.engine.telling`), and end the waits of its lane."""
+        """Report to the other ranks why this one leaves (`stretto.engine.failure_broadcast`), and end the waits of its
+        lane."""
         is_told = tell(self._watcher, self._connections, error, self.where, is_users=is_users)
         self._watcher.end()
         return is_told

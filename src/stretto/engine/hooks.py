@@ -16,7 +16,7 @@ from torch import Tensor, jit, nn
 
 from stretto.engine import misuse
 from stretto.engine.holding import LeftEstimate, Mark, adding_node
-from stretto.engine.instead import Instead
+from stretto.engine.method_patch import MethodPatch
 from stretto.engine.model import UserModel
 from stretto.errors import EstimateShown, OptimizerStepped
 from stretto.optimizer import members_of
@@ -107,7 +107,7 @@ class Hooks:
         self, model: nn.Module, before_forward: Callable[[nn.Module, object], None], where: object
     ) -> None:
         def refuse_estimate() -> None:
-            if self._user.held_back is None:  # a checkpoint that is loaded looks at the entries
+            if self._user.saved_view is None:  # a checkpoint that is loaded looks at the entries
                 self._user.check_values(where)
             if self._user.shown == "estimate":
                 raise EstimateShown(
@@ -116,7 +116,7 @@ class Hooks:
                     "parallel.settled():`, or after finish()"
                 )
 
-        # A scripted module takes no hooks: its backward pass brings a take-off, and its own state_dict() is not seen.
+        # A scripted module takes no hooks: its backward pass submits the round, and its own state_dict() is not seen.
         hooked = [module for module in model.modules() if not isinstance(module, jit.ScriptModule)]
         if model in hooked:
             # First: what is to be shown has to be there before hooks of others look at parameters.
@@ -138,7 +138,7 @@ class Hooks:
             raise misuse.optimizer_copied(where)
 
         for member in members_of(self._user.optimizer):
-            self._handles.append(Instead(member, "__getstate__", copied))
+            self._handles.append(MethodPatch(member, "__getstate__", copied))
             self._handles.append(member.register_step_pre_hook(step))
             self._handles.append(member.register_state_dict_pre_hook(state))
             self._handles.append(member.register_load_state_dict_pre_hook(state))

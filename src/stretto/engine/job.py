@@ -5,8 +5,8 @@ import dataclasses
 from stretto.engine.comm_lane import CommLane
 from stretto.engine.compute_lane import ComputeLane
 from stretto.engine.model import UserModel
+from stretto.engine.node_group import NodeGroup
 from stretto.engine.replica import Replica
-from stretto.engine.within import Within
 from stretto.exchange import Exchange
 from stretto.flat import Layout
 from stretto.optimizer import ShardedOptimizer
@@ -28,7 +28,7 @@ class Job:
     comm: CommLane
     layout_digest: str
     """The same on all ranks, and in another job only if each of its ranks has the layout of the same here."""
-    within: Within | None = None
+    node_group: NodeGroup | None = None
     """The ranks of this node, where each holds a shard of the model."""
     num_checkpoints: int = 0
     """Saved so far; the first one is checked for whether this job could load it."""
@@ -36,7 +36,7 @@ class Job:
     @property
     def everyone(self) -> Exchange:
         """Among all ranks of the job, for messages at rest."""
-        return self.exchange if self.within is None else self.within.everyone
+        return self.exchange if self.node_group is None else self.node_group.everyone
 
     def count_checkpoint(self) -> None:
         """One more has been saved."""

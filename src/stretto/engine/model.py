@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from stretto.engine import misuse
+from stretto.engine.buffer_sync import BufferSync
 from stretto.engine.buffers import Buffer, changes_of
 from stretto.engine.options import BufferChoices
 from stretto.engine.round import Listener, Shown
-from stretto.engine.statistics import Statistics
 from stretto.errors import OutOfTurn
 from stretto.flat import Layout, original_name
 from stretto.optimizer import Schedule, members_of
@@ -25,21 +25,21 @@ trains = operator.attrgetter("requires_grad")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Held:
+class SavedView:
     """What the model shows, or is to show again."""
 
     shown: Shown
     parameters: list[Tensor] | None
     """One per parameter; None to leave the parameters unchanged."""
-    statistics: list[Buffer]
-    instead: list[Buffer]
+    buffers: list[Buffer]
+    replaced_by: list[Buffer]
     """The buffers that are shown instead of these."""
 
 
 class UserModel:
     """A model, its trainable parameters and its optimizer.
 
-    Parameters may change at landings only. A version counter shows every other write, but those through `.data`.
+    Parameters may change at installs only. A version counter shows every other write, but those through `.data`.
     Identity and address show replaced and rebound parameters.
 
     Args:
@@ -67,13 +67,13 @@ class UserModel:
         self.optimizer = optimizer
         self._members = members_of(optimizer)
         self.names = [slot.name for slot in layout.slots]
-        self.statistics = Statistics(model, choices)
+        self.buffer_sync = BufferSync(model, choices)
         self.shown: Shown = "committed"
         self.listeners: list[Listener] = []
         """Receive the installed values and the other events of the compute lane."""
         self.lacks_values = False
         """Whether the model shows an estimate of an earlier job, and no committed values were loaded since."""
-        self.held_back: Held | None = None
+        self.saved_view: SavedView | None = None
         """Inside `settled`, what the model showed before; otherwise None."""
         self._ids = {id(parameter) for parameter in self.registered}
         self._groups = [member.param_groups for member in self._members]
@@ -119,9 +119,9 @@ class UserModel:
         self._addresses = list(map(Tensor.data_ptr, self.parameters))
         self._versions = list(map(_version, self.parameters))
 
-    def drop_held(self) -> None:
+    def drop_saved_view(self) -> None:
         """Forget what `settled` holds back: an error has ended the job, and nothing is shown again."""
-        self.held_back = None
+        self.saved_view = None
 
     def begin(self, *, lacks_values: bool) -> None:
         """Say whether the model begins with an estimate of an earlier job; the same on all ranks."""
@@ -203,15 +203,15 @@ class UserModel:
         """
         return node.register_prehook(before)
 
-    def settle(self, values: Sequence[Tensor] | None, statistics: Sequence[Buffer]) -> None:
+    def settle(self, values: Sequence[Tensor] | None, buffers: Sequence[Buffer]) -> None:
         """Show committed values, and keep the values from before.
 
         Args:
             values: One per parameter; None if the model shows the committed ones already.
-            statistics: The buffers that belong to them.
+            buffers: The buffers that belong to them.
         """
         self._committed = None if values is None else list(values)
-        self.held_back = self._swap(Held("committed", self._committed, list(statistics), []))
+        self.saved_view = self._swap(SavedView("committed", self._committed, list(buffers), []))
 
     def changed(self) -> str | None:
         """Return the name of a parameter in which somebody has written over what `settle` has shown; None without."""
@@ -226,10 +226,10 @@ class UserModel:
     @property
     def trained_buffers(self) -> list[Buffer]:
         """Copies of the buffers with which training continues, also while others are shown."""
-        shown = self.statistics.copies
-        if self.held_back is None:
+        shown = self.buffer_sync.copies
+        if self.saved_view is None:
             return shown
-        pairs = zip(self._with_writes(self.held_back).statistics, shown, strict=True)
+        pairs = zip(self._with_writes(self.saved_view).buffers, shown, strict=True)
         return [now if before is None else before for before, now in pairs]
 
     def show_again(self) -> bool:
@@ -237,7 +237,7 @@ class UserModel:
 
         Buffers that somebody has written since stay as they are.
         """
-        before, self.held_back, self._committed = self.held_back, None, None
+        before, self.saved_view, self._committed = self.saved_view, None, None
         if before is not None:
             self._swap(self._with_writes(before))
         return before is not None and before.parameters is None
@@ -287,41 +287,41 @@ class UserModel:
     @contextmanager
     def unsettled(self) -> Iterator[None]:
         """Restore, for the block, the values from before `settle`; do nothing if the model is not settled."""
-        if self.held_back is None:
+        if self.saved_view is None:
             yield
             return
         # A save inside the block settles once more, and forgets what that has shown.
-        values, committed = self._committed, self._swap(self._with_writes(self.held_back))
-        self.held_back = None
+        values, committed = self._committed, self._swap(self._with_writes(self.saved_view))
+        self.saved_view = None
         try:
             yield
         finally:
-            self.held_back, self._committed = self._swap(committed), values
+            self.saved_view, self._committed = self._swap(committed), values
 
     def begin_again(self) -> None:
         """Declare the model's present values, equal on all ranks, to be committed and agreed on."""
         self.remember()
         for listener in self.listeners:
             listener.installed([parameter.detach() for parameter in self.parameters])
-        self.statistics.agree()
+        self.buffer_sync.agree()
         self.shown, self.lacks_values = "committed", False
-        self.held_back = None
+        self.saved_view = None
         self._settled_until_training = False
 
-    def _swap(self, held: Held) -> Held:
-        """Show the values in `held`, and return the values from before."""
+    def _swap(self, saved: SavedView) -> SavedView:
+        """Show the values in `saved`, and return the values from before."""
         shown, parameters = self.shown, None
-        if held.parameters is not None:
+        if saved.parameters is not None:
             parameters = [parameter.detach().clone() for parameter in self.parameters]
-            self.show(held.parameters, held.shown)
-        self.shown = held.shown
-        return Held(shown, parameters, self.statistics.exchange_live(held.statistics), held.statistics)
+            self.show(saved.parameters, saved.shown)
+        self.shown = saved.shown
+        return SavedView(shown, parameters, self.buffer_sync.exchange_live(saved.buffers), saved.buffers)
 
-    def _with_writes(self, held: Held) -> Held:
+    def _with_writes(self, saved: SavedView) -> SavedView:
         """Return the values to show again, without buffers that were written while others were shown."""
-        written = changes_of(held.instead, self.statistics.live)
-        pairs = zip(held.statistics, written, strict=True)
-        return dataclasses.replace(held, statistics=[None if flag else value for value, flag in pairs])
+        written = changes_of(saved.replaced_by, self.buffer_sync.live)
+        pairs = zip(saved.buffers, written, strict=True)
+        return dataclasses.replace(saved, buffers=[None if flag else value for value, flag in pairs])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `model.state_dict()` returned before `torch.compile` wrapped any part of the model."""

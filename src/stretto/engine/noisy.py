@@ -72,7 +72,7 @@ class NoisyRank:
         self._held: dict[ReducedGradient, _Held] = {}
         """By the gradients of the update in progress that have been hit."""
 
-    def within(self, weave: Weave | None) -> Weave:
+    def around(self, weave: Weave | None) -> Weave:
         """Return what adds the noise to a script, and around it what `weave` adds: guards see it as they see damage."""
         if weave is None:
             return self._woven

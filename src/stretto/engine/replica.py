@@ -16,17 +16,17 @@ from torch import Tensor
 
 from stretto.engine.accumulation import Contribution, GradientBuffer
 from stretto.engine.agreement import agree
+from stretto.engine.buffer_sync import BufferSync, average_buffers
 from stretto.engine.buffers import Buffer
-from stretto.engine.departure import Departure
-from stretto.engine.likeness import Likeness
+from stretto.engine.duplicate_data import DuplicateDataCheck
+from stretto.engine.early_reduction import EarlyReduction
+from stretto.engine.node_group import NodeGroup
 from stretto.engine.options import Options
-from stretto.engine.replica_sync import Agreement
+from stretto.engine.replica_sync import ReplicaSync
 from stretto.engine.report import RoundReport
 from stretto.engine.round import Progress, Reduction, Round, Shown
 from stretto.engine.runtime import Runtime
-from stretto.engine.statistics import Statistics, average_statistics
 from stretto.engine.streams import SideStream
-from stretto.engine.within import Within
 from stretto.errors import NonFinite
 from stretto.exchange import FP32, Exchange, PlainWire, Publication
 from stretto.exchange.transfer import Prepare, Transfers
@@ -90,26 +90,28 @@ class Replica:
         options: Options,
         runtime: Runtime,
         progress: Progress,
-        hides: bool,
+        overlaps_backward: bool,
         steps_alone: bool = False,
-        within: Within | None = None,
+        node_group: NodeGroup | None = None,
     ) -> None:
         self.exchange = exchange
-        self.within = within
-        self.rank = exchange.rank if within is None else within.rank  # by which messages call it
-        self.agreement = Agreement(steps_alone=steps_alone)
+        self.node_group = node_group
+        self.rank = exchange.rank if node_group is None else node_group.rank  # by which messages call it
+        self.sync = ReplicaSync(steps_alone=steps_alone)
         self.sharded = sharded
         self.replicated = replicated
         self.progress = progress
         self.runtime = runtime
-        self.hides = hides
-        """Whether gradients may leave before their round is closed (`stretto.engine.hidden`)."""
+        self.overlaps_backward = overlaps_backward
+        """Whether gradients may leave before their round is closed (`stretto.engine.early_accumulation`)."""
         device = exchange.layout.sets[0].device
         self._side = SideStream(device) if exchange.orders_streams and device.type == "cuda" else None
         """Where a departure is queued during the backward pass."""
         self._options = options
         looks = self.rank == 0 and exchange.world_size > 1
-        self._likeness = Likeness(exchange.world_size) if looks else None  # in the first rounds
+        self._duplicate_data = (
+            DuplicateDataCheck(exchange.world_size) if looks else None
+        )  # in the first rounds
         changes = options.wire_of_changes
         self._draws = exchange.wire.is_unbiased or changes.is_unbiased
         self._publication = Publication(exchange, FP32 if replicated else changes)
@@ -132,33 +134,33 @@ class Replica:
     def reduce(self, round: Round) -> Reduction:
         """Exchange the gradients of `round` and the reports on it; all ranks must call, unless ranks step alone."""
         sums, report = self._sum_and_report(round)
-        if report.torn:
-            self._stop_hiding(report.torn)
+        if report.stale:
+            self._stop_hiding(report.stale)
             sums, report = self._sum_and_report(round)  # whole, now that all gradients are there
         if not report.settings_agree:
             self.refuse_settings(round)
-        if self._likeness is not None and not self._likeness.look(report.records, self.where):
-            self._likeness = None
+        if self._duplicate_data is not None and not self._duplicate_data.look(report.records, self.where):
+            self._duplicate_data = None
         skipped = self.is_left_out(report, report.norm_squared(replicated=self.replicated), NonFinite)
         if not skipped and self.exchange.feedback is not None:
-            self.exchange.settle()
-        statistics: dict[int, Buffer] = {}
+            self.exchange.commit_residuals()
+        buffer_means: dict[int, Buffer] = {}
         if any(report.changed) and not skipped:
-            statistics = average_statistics(
-                self.exchange, round.statistics, report.changed, report.micro_batches, round.first
+            buffer_means = average_buffers(
+                self.exchange, round.buffers, report.changed, report.micro_batches, round.first
             )
-        return self.reduction(sums, report, statistics, skipped=skipped)
+        return self.reduction(sums, report, buffer_means, skipped=skipped)
 
     def _sum_and_report(self, round: Round) -> tuple[Slices, RoundReport]:
         """Sum the gradients of `round` over ranks, and gather the reports on it."""
         finite = round.look_at_gradients()
-        sums, is_torn = self.sum_up(round)
+        sums, is_stale = self.sum_up(round)
         measured = round.measured(finite, ReducedGradient(sums, 0.0, 0.0, b"").measure())
-        own = round.report(torn=is_torn)
+        own = round.report(stale=is_stale)
         places = own.places(measured)
-        if self.within is not None:
+        if self.node_group is not None:
             own, places = (
-                self.within.merge(own, places, lambda: round.settings(self.exchange.layout), self.where),
+                self.node_group.merge(own, places, lambda: round.settings(self.exchange.layout), self.where),
                 [],
             )
         # The host waits here, for the first time in this round, with everything on its way.
@@ -167,14 +169,14 @@ class Replica:
 
     def sum_up(self, round: Round) -> tuple[Slices, bool]:
         """Sum the gradients of `round` over ranks; return the sums, and whether any changed after their departure."""
-        if (departure := round.departure) is not None:
+        if (early_reduction := round.early_reduction) is not None:
             round.take_back()
-            return departure.finish(), departure.is_torn
+            return early_reduction.finish(), early_reduction.is_stale
         transfers, sums, prepare = self._begin_sum(round.buffer, round.contribution)
         self.exchange.run(transfers, prepare)
         return sums, False
 
-    def depart(self, buffer: GradientBuffer, contribution: Contribution) -> Departure:
+    def begin_early_reduction(self, buffer: GradientBuffer, contribution: Contribution) -> EarlyReduction:
         """Begin to sum a round's gradients over ranks; nothing is sent before the departure is asked to continue.
 
         Args:
@@ -183,7 +185,7 @@ class Replica:
         """
         transfers, sums, prepare = self._begin_sum(buffer, contribution)
         exchange = self.exchange
-        return Departure(
+        return EarlyReduction(
             transfers,
             sums,
             wait=exchange.follow,
@@ -202,25 +204,25 @@ class Replica:
         if self._draws:
             self.exchange.begin_round(self.progress.round_index)
         if feedback is not None:
-            flats = feedback.begin(flats, contribution.used, keeps=self.hides)
+            flats = feedback.begin(flats, contribution.used, keeps=self.overlaps_backward)
         transfers = self.exchange.summing(flats, sums, whole=self.replicated)
         return transfers, sums, None if feedback is None else feedback.add
 
     def _stop_hiding(self, ranks: list[int]) -> None:
         """Let nothing leave early any more: gradients of some rank changed after their departure."""
-        self.hides = False
+        self.overlaps_backward = False
         self._spare_sums.append(self._lent_sums.pop())
         _log.info(
             "%s: gradients changed on %s %s after Stretto had sent them (a parameter with several gradients "
             "in one backward pass, a hook that writes gradients, or a guard that repaired the model): "
             "Stretto sums the round again, and no longer overlaps reductions in this job",
             self.where,
-            "ranks" if self.within is None else "nodes",
+            "ranks" if self.node_group is None else "nodes",
             ranks,
         )
 
     def reduction(
-        self, sums: Slices, report: RoundReport, statistics: dict[int, Buffer], *, skipped: bool
+        self, sums: Slices, report: RoundReport, buffer_means: dict[int, Buffer], *, skipped: bool
     ) -> Reduction:
         """Return the result of an exchange, or of one that a checkpoint has saved; it takes over `sums`."""
         norm_squared = report.norm_squared(replicated=self.replicated)
@@ -229,7 +231,7 @@ class Replica:
             gradient.leave_out()
             for total in sums.flats:
                 total.zero_()
-        return Reduction(gradient, report, statistics, skipped)
+        return Reduction(gradient, report, buffer_means, skipped)
 
     def step(self, effect: Step, flight: Flight | None) -> None:
         """Commit one optimizer step if the gradient has any weight, and publish the masters."""
@@ -281,7 +283,7 @@ class Replica:
 
     def is_left_out(self, report: RoundReport, norm_squared: float, kind: type[NonFinite]) -> bool:
         """Return whether to leave this round out; the answer is the same on every rank that took part."""
-        found = report.not_finite(norm_squared, "ranks" if self.within is None else "nodes")
+        found = report.not_finite(norm_squared, "ranks" if self.node_group is None else "nodes")
         if found is not None and self._options.nonfinite == "raise":
             raise kind(
                 f"rank {self.rank}, step {self.progress.step + 1}, round {self.progress.round_index}: "
@@ -297,8 +299,8 @@ class Replica:
         norm_squared = gradient.norm_squared
         if norm_squared is None:
             own = gradient.measure()
-            if self.within is not None:
-                own = self.within.total(own)
+            if self.node_group is not None:
+                own = self.node_group.total(own)
             if self.replicated:
                 norm_squared = gradient.know_norm(float(own))
             else:
@@ -326,7 +328,7 @@ class Replica:
         """Yield, with kind and name, what this rank keeps for steps with these, unless it is changing now."""
         yield from ()
 
-    def gather_committed(self, flats: list[Tensor], statistics: Statistics) -> list[Buffer]:
+    def gather_committed(self, flats: list[Tensor], buffer_sync: BufferSync) -> list[Buffer]:
         """Fill `flats`, one tensor per flat set, with the committed parameters; all ranks must call, at rest.
 
         Where replicas differ, the committed parameters are their mean, and the replicas stay as they are.
@@ -339,7 +341,7 @@ class Replica:
             if self._draws:
                 self.exchange.begin_round(self.progress.round_index)
             self._gather_aside(flats)
-        return statistics.agreed
+        return buffer_sync.agreed
 
     def agreed_optimizer(self, changed: bytes) -> ShardedOptimizer:
         """Return the optimizer; where replicas differ, a copy with their mean. All ranks must call.

@@ -3,20 +3,20 @@
 from enum import Enum
 
 
-class Alike(Enum):
+class SyncState(Enum):
     """How far the replicas of all ranks are alike."""
 
-    UNITED = "united"
+    SYNCED = "united"
     """All ranks hold the same masters, and models show them."""
     AHEAD = "ahead"
     """All ranks hold the same masters, and models still show the values from before the last average."""
-    DRIFTING = "drifting"
+    DIVERGING = "drifting"
     """Each rank has stepped, or may have, on its own since then."""
-    APART = "apart"
+    PARTIAL = "apart"
     """A fragment is in flight, or ranks have kept their own part at an arrival."""
 
 
-class Agreement:
+class ReplicaSync:
     """The one answer to the question whether replicas are alike.
 
     Args:
@@ -25,54 +25,54 @@ class Agreement:
 
     def __init__(self, *, steps_alone: bool = False) -> None:
         self.steps_alone = steps_alone
-        self.state = Alike.UNITED
+        self.state = SyncState.SYNCED
         self.gap = 0
         """Rounds since replicas were last averaged, or the last fragment arrived."""
-        self.states_are_alike = True
+        self.states_are_synced = True
         """Whether the optimizer's state was averaged too, so that it is the same where masters are."""
 
     @property
-    def is_united(self) -> bool:
+    def is_synced(self) -> bool:
         """Whether all ranks hold the same masters, or should: in most jobs always, otherwise after an average."""
-        return self.state is Alike.UNITED or self.state is Alike.AHEAD
+        return self.state is SyncState.SYNCED or self.state is SyncState.AHEAD
 
     @property
     def is_whole(self) -> bool:
         """Whether all ranks hold the same masters and the same optimizer state."""
-        return self.is_united and self.states_are_alike
+        return self.is_synced and self.states_are_synced
 
-    def drift(self) -> None:
+    def diverge(self) -> None:
         """A round begins in which each rank steps on its own."""
         self.gap += 1
-        if self.state is not Alike.APART:
-            self.state = Alike.DRIFTING
+        if self.state is not SyncState.PARTIAL:
+            self.state = SyncState.DIVERGING
 
-    def depart(self) -> None:
+    def fragment_launched(self) -> None:
         """A fragment has left."""
-        self.state = Alike.APART
+        self.state = SyncState.PARTIAL
 
-    def land(self, *, is_whole: bool, states: bool | None) -> None:
+    def fragment_landed(self, *, is_whole: bool, states: bool | None) -> None:
         """A fragment has arrived.
 
         Args:
             is_whole: Whether it had all parameters, and no rank kept a part: then all ranks hold the same again.
             states: Whether the optimizer's state has become the same, too; None leaves that unchanged.
         """
-        self.unite(states=states)
+        self.mark_synced(states=states)
         if not is_whole:
-            self.state = Alike.APART
+            self.state = SyncState.PARTIAL
 
-    def unite(self, *, states: bool | None = None, is_shown: bool = True) -> None:
+    def mark_synced(self, *, states: bool | None = None, is_shown: bool = True) -> None:
         """All replicas have become the same.
 
         Args:
             states: Whether the optimizer's state has, too; None leaves that unchanged.
             is_shown: Whether models show it.
         """
-        self.state, self.gap = Alike.UNITED if is_shown else Alike.AHEAD, 0
-        self.states_are_alike = self.states_are_alike if states is None else states
+        self.state, self.gap = SyncState.SYNCED if is_shown else SyncState.AHEAD, 0
+        self.states_are_synced = self.states_are_synced if states is None else states
 
-    def resume(self, state: Alike, gap: int, *, states: bool | None = None) -> None:
+    def resume(self, state: SyncState, gap: int, *, states: bool | None = None) -> None:
         """Continue from a checkpoint."""
-        self.unite(states=states)
+        self.mark_synced(states=states)
         self.state, self.gap = state, gap

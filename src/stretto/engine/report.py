@@ -26,13 +26,13 @@ class Vote(IntEnum):
     """What a rank wants of the job."""
 
     GO_ON = 0
-    EXHAUSTED = 1
+    DATA_ENDED = 1
     """Its data have ended: this round holds its last contribution, or nothing where ranks step alone."""
-    LEFT = 2
+    PASS_LEFT = 2
     """It has left a pass that ranks have agreed to end, and submits remaining rounds; another pass may come."""
     STOP = 3
     """It wants every rank to stop at this round."""
-    DRAIN = 4
+    FINISHING = 4
     """It has left its training loop for good, and only submits remaining rounds."""
 
 
@@ -89,7 +89,7 @@ class RankReport:
     """Updates that this rank has committed before that round; unused in the same case."""
     stepped: bool = False
     """Whether this rank has stepped in that round; unused in the same case."""
-    torn: bool = False
+    stale: bool = False
     """Whether gradients of this rank changed after their departure, so that all ranks sum them again."""
     buffers_are_finite: bool = True
     """Whether no buffer of the model has got an infinity or a NaN in this round, by a micro-batch of any weight."""
@@ -125,7 +125,7 @@ def record_dtype(num_slots: int, num_buffers: int) -> np.dtype[np.void]:
             ("round_index", "<i8"),
             ("step", "<i8"),
             ("stepped", "?"),
-            ("torn", "?"),
+            ("stale", "?"),
             ("buffers_are_finite", "?"),
         ]
     )
@@ -165,7 +165,7 @@ class RoundReport:
         """Whether any rank stepped in the round of this average."""
         self.settings_agree = bool((records["settings"] == records["settings"][0]).all())
         """Whether all ranks have the same hyperparameters."""
-        self.torn: list[int] = np.flatnonzero(records["torn"]).tolist()
+        self.stale: list[int] = np.flatnonzero(records["stale"]).tolist()
         """Ranks whose gradients changed after their departure."""
 
     @classmethod

@@ -19,7 +19,7 @@ from torch import Tensor
 from stretto.engine import misuse
 from stretto.engine.accumulation import Contribution, GradientBuffer
 from stretto.engine.buffers import remain_finite
-from stretto.engine.departure import Departure
+from stretto.engine.early_reduction import EarlyReduction
 from stretto.engine.report import Asks, Measured, RankReport, RoundReport, Vote, settings_text
 from stretto.flat import Layout
 from stretto.optimizer import Hyperparameters, ReducedGradient, learning_rate
@@ -60,13 +60,13 @@ class Listener:
     def round_closed(self) -> None:
         """The round can no longer change."""
 
-    def landing_begins(self) -> None:
+    def install_begins(self) -> None:
         """A round's values are about to be installed; the lane is at rest. Ranks come here at different times."""
 
     def installed(self, values: Sequence[Tensor]) -> None:
         """The model's parameters have been given `values`, in the layout's order."""
 
-    def update_landed(self) -> None:
+    def update_committed(self) -> None:
         """An update has been committed and is shown; both lanes are at rest. All ranks call, at the same update."""
 
     def committed_is_read(self) -> None:
@@ -87,14 +87,14 @@ class Round:
     buffer: GradientBuffer
     """Holds the gradients to send, then the values that come back."""
     contribution: Contribution
-    statistics: list[Tensor | None]
+    buffers: list[Tensor | None]
     """Snapshot of the model's floating-point buffers, taken with the gradient; None for one that is gone."""
     changed: Tensor | None
-    """How each entry of `statistics` differs on this rank from what ranks last agreed on; None without entries."""
+    """How each entry of `buffers` differs on this rank from what ranks last agreed on; None without entries."""
     agreed: list[Tensor | None]
     """The values of these buffers that ranks last agreed on; no code may write them."""
     sound: list[Tensor | None]
-    """The values of these buffers after the last round that counted; see `Statistics.sound`."""
+    """The values of these buffers after the last round that counted; see `BufferSync.sound`."""
     first: Sequence[int]
     """Those of which all ranks take rank 0's."""
     vote: Vote
@@ -106,7 +106,7 @@ class Round:
     """The result, if a checkpoint had the gradients exchanged before start."""
     incidents: Sequence[Incident] = ()
     """Incidents on the compute lane since the last round was closed."""
-    departure: Departure | None = None
+    early_reduction: EarlyReduction | None = None
     """The sum of its gradients, if it began during the last backward pass."""
 
     def settings(self, layout: Layout) -> str:
@@ -117,11 +117,11 @@ class Round:
 
     def take_back(self) -> None:
         """Forget the sum that began early: it is finished."""
-        self.departure = None
+        self.early_reduction = None
 
     def leave_out_buffers(self) -> None:
         """Let the buffers be as they were after the last round that counted."""
-        self.statistics = self.sound
+        self.buffers = self.sound
 
     def look_at_gradients(self) -> Tensor:
         """Return whether all accumulated gradients are finite, `()` bool, without waiting for the device."""
@@ -147,10 +147,10 @@ class Round:
             # Since the last round that counted; some begin with an infinity.
             buffers_are_finite=None
             if self.changed is None
-            else remain_finite(self.statistics, self.sound, self.changed),
+            else remain_finite(self.buffers, self.sound, self.changed),
         )
 
-    def report(self, *, torn: bool = False) -> RankReport:
+    def report(self, *, stale: bool = False) -> RankReport:
         """Return this rank's part of the round report, as far as the host knows it.
 
         Args:
@@ -164,8 +164,8 @@ class Round:
             asks=self.asks,
             settings=zlib.crc32(settings_text(self.hyperparameters).encode() + self.trains),
             used=bytes(self.contribution.used),
-            changed=bytes(len(self.statistics)),
-            torn=torn,
+            changed=bytes(len(self.buffers)),
+            stale=stale,
         )
 
 
@@ -175,7 +175,7 @@ class Reduction:
 
     gradient: ReducedGradient
     report: RoundReport
-    statistics: dict[int, Tensor | None]
+    buffer_means: dict[int, Tensor | None]
     """Averages over ranks of the buffers that changed on any rank, by index; None for what ranks cannot average."""
     skipped: bool
     """Whether the round is skipped of the update because a loss or gradient was not finite."""
@@ -184,9 +184,9 @@ class Reduction:
     met: bool = True
     """Whether all ranks took part; otherwise the report holds this rank's record alone."""
 
-    def meet(self, report: RoundReport, statistics: dict[int, Tensor | None]) -> None:
+    def meet(self, report: RoundReport, buffer_means: dict[int, Tensor | None]) -> None:
         """Count the round as one in which all ranks took part, with their report and averages."""
-        self.report, self.statistics, self.met = report, statistics, True
+        self.report, self.buffer_means, self.met = report, buffer_means, True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -350,7 +350,7 @@ class Landing:
 
     buffer: GradientBuffer
     """Holds the values to install."""
-    statistics: list[Tensor | None]
+    buffers: list[Tensor | None]
     """The snapshot of the model's buffers that the averages belong to."""
     shown: Shown
     reduction: Reduction

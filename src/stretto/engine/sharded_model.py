@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from stretto.engine.accumulation import Accumulation, GradientBuffer
-from stretto.engine.hidden import HiddenAccumulation
+from stretto.engine.early_accumulation import EarlyAccumulation
 from stretto.engine.model import UserModel
 from stretto.errors import GradientsTouched, ParametersTouched, UsageError
 from stretto.flat import shard_of
@@ -188,7 +188,7 @@ class ShardedAccumulation(Accumulation):
         super().check_untouched(where)
 
 
-class HiddenShards(HiddenAccumulation, ShardedAccumulation):
+class EarlyShards(EarlyAccumulation, ShardedAccumulation):
     """Gradients of shards that leave during the backward pass; see Note [Hidden reductions]."""
 
     def before_gradient(self, index: int, gradient: Tensor) -> None:

@@ -84,7 +84,7 @@ class NodeFailures(FailureDetector):
         )
         if cause is not error or not is_backends:
             return cause
-        return self._inquiry("other ranks in a pass through the model", self._inside).into(error)
+        return self._stall_diagnosis("other ranks in a pass through the model", self._inside).into(error)
 
 
 def sharding_of(model: object, mesh: object) -> Sharding:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from stretto.engine.job import Job
-from stretto.engine.replica_sync import Alike
+from stretto.engine.replica_sync import SyncState
 from stretto.errors import CheckpointError, ForeignCheckpoint, StrettoError, TornCheckpoint
 from stretto.flat import Fragments, PartedTensor, Shard, Shares, Slot, original_name
 from stretto.optimizer import (
@@ -74,7 +74,7 @@ class JobState:
 
     def write(self) -> State:
         """Return the state as nested dictionaries of `PartedTensor`s and numbers; all ranks must call."""
-        sharded = self.job.replica.agreed_optimizer(self.job.model.statistics.changes)
+        sharded = self.job.replica.agreed_optimizer(self.job.model.buffer_sync.changes)
         masters = {
             slot.name: self.cut(slot, sharded.masters)
             for slot in self.slots
@@ -84,7 +84,7 @@ class JobState:
             "model": self._model(blank=False),
             **({"master": masters} if masters else {}),
             "optimizer": {**self._states(dict(piece_states(sharded))), **self._hyperparameters()},
-            "job": {"step": self.job.compute.course.steps, "round_index": self.job.comm.progress.round_index},
+            "job": {"step": self.job.compute.rounds.steps, "round_index": self.job.comm.progress.round_index},
         }
 
     def blank(self, stored: Collection[str]) -> State:
@@ -141,7 +141,7 @@ class JobState:
             set_settings(group, _under(state["optimizer"], f"param_groups.{names[0]}."))
         self.job.sharded.forget_settings()
         self.job.compute.begin_again(state["job"]["step"], state["job"]["round_index"])
-        self.job.exchange.owe([])  # what is owed belongs to the course that ends here
+        self.job.exchange.load_residuals([])  # what is owed belongs to the course that ends here
 
     def cut(self, slot: Slot, buckets: Sequence[Tensor] | None) -> PartedTensor:
         """Return this rank's share of a parameter, out of per-bucket masters or sums; None gives a blank one."""
@@ -170,8 +170,8 @@ class JobState:
     def _model(self, *, blank: bool) -> State:
         user, compute = self.job.model, self.job.compute
         slots = {id(p): slot for p, slot in zip(user.registered, self.slots, strict=True)}
-        shows_it = compute.model.shown == "committed" and compute.model.held_back is None
-        is_shown_anyway = shows_it and self.job.replica.agreement.state is Alike.UNITED
+        shows_it = compute.model.shown == "committed" and compute.model.saved_view is None
+        is_shown_anyway = shows_it and self.job.replica.sync.state is SyncState.SYNCED
         with compute.settled(meets=not blank):
             entries: State = {}
             for key, value in user.model.state_dict(keep_vars=True).items():

@@ -107,7 +107,9 @@ class Exchange:
         self.everyone = Level(0, range(self.world_size), "")
         self.sent_bytes = self.crossed_bytes = 0
         """Bytes this rank has sent to others since construction, and in sums and gathers to other nodes."""
-        self.feedback = ErrorFeedback(layout, wire) if isinstance(wire, PackedWire) and wire.owes else None
+        self.feedback = (
+            ErrorFeedback(layout, wire) if isinstance(wire, PackedWire) and wire.has_residual else None
+        )
         """Errors of this rank's contributions; None if the wire keeps no residual."""
         self.padding, self.round_index = Padding(layout, self.rank), 0  # the index of what travels
         self.incidents: list[Incident] = []
@@ -152,21 +154,22 @@ class Exchange:
         self.feedback = None
 
     @property
-    def owed(self) -> list[Tensor]:
+    def residuals(self) -> list[Tensor]:
         """What this rank has yet to send, one tensor per flat set; none where the wire keeps no errors."""
-        return [] if self.feedback is None else self.feedback.owed
+        return [] if self.feedback is None else self.feedback.residuals
 
-    def owe(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+    def load_residuals(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Take over the residuals in `states`, of all ranks that returned them; none if there are none or the wire
         keeps none.
         """
         if self.feedback is not None:
             self.feedback.load_state_dicts(states)
 
-    def settle(self) -> None:
-        """Keep the rounding errors of the last round, and the residual from before; see `ErrorFeedback.settle`."""
+    def commit_residuals(self) -> None:
+        """Keep the rounding errors of the last round, and the residual from before; see
+        `ErrorFeedback.commit_residuals`."""
         if self.feedback is not None:
-            self.feedback.settle()
+            self.feedback.commit_residuals()
 
     # Sums
 

@@ -40,7 +40,7 @@ class ErrorFeedback:
         self._layout = layout
         self._wire = wire
         self._packed = packed
-        self.owed = [
+        self.residuals = [
             torch.zeros(
                 flat.numel,
                 dtype=torch.promote_types(flat.accumulation_dtype, torch.float32),
@@ -66,9 +66,11 @@ class ErrorFeedback:
         """
         self._own, self._used, self._keeps = flats, used, keeps
         if not keeps:
-            self._sent = [flat.to(owed.dtype) for flat, owed in zip(flats, self.owed, strict=True)]
+            self._sent = [
+                flat.to(residuals.dtype) for flat, residuals in zip(flats, self.residuals, strict=True)
+            ]
         elif not self._sent:
-            self._sent = [torch.empty_like(owed) for owed in self.owed]
+            self._sent = [torch.empty_like(residuals) for residuals in self.residuals]
         return self._sent
 
     def add(self, index: int) -> None:
@@ -76,7 +78,9 @@ class ErrorFeedback:
         bucket = self._layout.buckets[index]
         inside = slice(bucket.start, bucket.stop)
         sent = self._sent[bucket.set_index]
-        torch.add(self._own[bucket.set_index][inside], self.owed[bucket.set_index][inside], out=sent[inside])
+        torch.add(
+            self._own[bucket.set_index][inside], self.residuals[bucket.set_index][inside], out=sent[inside]
+        )
         for slot in self._inside[index]:
             if not self._used[slot.index]:
                 sent[max(slot.start, bucket.start) : min(slot.stop, bucket.stop)].zero_()
@@ -84,13 +88,13 @@ class ErrorFeedback:
     @property
     def given(self) -> list[Tensor]:
         """Copies of the contribution to the round in progress, without errors, by flat set, until it is settled."""
-        given = [sent - owed for sent, owed in zip(self._sent, self.owed, strict=True)]
+        given = [sent - residuals for sent, residuals in zip(self._sent, self.residuals, strict=True)]
         for slot in self._layout.slots:
             if not self._used[slot.index]:
                 given[slot.set_index][slot.start : slot.stop].zero_()
         return given
 
-    def settle(self) -> None:
+    def commit_residuals(self) -> None:
         """Remember what the last round has lost; called once the round counts, before its buffers are written again."""
         for index, bucket in enumerate(self._layout.buckets):
             sent = self._sent[bucket.set_index][bucket.start : bucket.stop]
@@ -102,10 +106,10 @@ class ErrorFeedback:
         for slot in self._layout.slots:
             if not self._used[slot.index]:
                 # Not zero where it packs for other ranks, which may have used the parameter.
-                owed = self.owed[slot.set_index][slot.start : slot.stop]
-                self._sent[slot.set_index][slot.start : slot.stop].add_(owed)
-        for owed, lost in zip(self.owed, self._sent, strict=True):
-            owed.copy_(lost)
+                residuals = self.residuals[slot.set_index][slot.start : slot.stop]
+                self._sent[slot.set_index][slot.start : slot.stop].add_(residuals)
+        for residuals, lost in zip(self.residuals, self._sent, strict=True):
+            residuals.copy_(lost)
         self._own = []
         if not self._keeps:
             self._sent = []
@@ -113,7 +117,7 @@ class ErrorFeedback:
     def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's residual, by parameter, as views."""
         return {
-            slot.name: self.owed[slot.set_index][slot.start : slot.stop].view(slot.shape)
+            slot.name: self.residuals[slot.set_index][slot.start : slot.stop].view(slot.shape)
             for slot in self._layout.slots
         }
 
@@ -122,9 +126,9 @@ class ErrorFeedback:
 
         Where the number of ranks has changed, each takes over the residuals of several or of none.
         """
-        for owed in self.owed:
-            owed.zero_()
-        for name, owed in self.state_dict().items():
+        for residuals in self.residuals:
+            residuals.zero_()
+        for name, residuals in self.state_dict().items():
             for state in states:
                 if name in state:
-                    owed.add_(state[name].to(owed.device))
+                    residuals.add_(state[name].to(residuals.device))

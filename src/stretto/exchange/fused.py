@@ -111,7 +111,7 @@ def has_right_bits(wire: FusedWire, kernels: Any, device: torch.device) -> bool:
     arrived = wire.unpack(expected)
     right = torch.equal(packed, expected)
     right &= torch.equal(wire.launch_unpack(kernels, expected.view(-1)), arrived.view(-1))
-    if wire.owes:
+    if wire.has_residual:
         wire.launch_lose(kernels, lost.view(-1))
         right &= torch.equal(lost, blocks - arrived)
     return right

@@ -76,7 +76,7 @@ class TwoLevelExchange(Exchange):
         self._between = Level(2, range(self._column, self.world_size, each), " between nodes", crosses=True)
         self._packed: dict[int, Tensor] = {}
         """What this rank has packed of each bucket last, where the wire loses something of it."""
-        if isinstance(wire, PackedWire) and wire.owes:
+        if isinstance(wire, PackedWire) and wire.has_residual:
             self.feedback = ErrorFeedback(layout, wire, self._packed_by_rank)
 
     def over(self, layout: Layout) -> Self:
@@ -93,7 +93,7 @@ class TwoLevelExchange(Exchange):
         sent = self.contributed[index] if wire is None else wire.of(own.dtype)
         by_column = self._slices(own).transpose(0, 1)
         numel = own.numel() // self._per_node
-        if isinstance(sent, PackedWire) and sent.owes:
+        if isinstance(sent, PackedWire) and sent.has_residual:
             if index not in self._packed:
                 self._packed[index] = total.new_empty(numel)
             column = self._packed[index]

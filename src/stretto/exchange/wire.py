@@ -146,7 +146,7 @@ class PackedWire(Wire):
         return BF16
 
     @property
-    def owes(self) -> bool:
+    def has_residual(self) -> bool:
         """Whether ranks send with the next round what packing has lost of this one."""
         return not self.is_unbiased
 

@@ -2,12 +2,12 @@
 
 from stretto.engine import Job
 from stretto.feed.feed import Batch, Feed
+from stretto.feed.node_feed import NodeFeed
 from stretto.feed.passes import num_samples
-from stretto.feed.together import SharedFeed
 
 __all__ = ["Batch", "Feed", "feed_of", "num_samples"]
 
 
 def feed_of(job: Job) -> Feed:
     """Return the feed of one rank of a job."""
-    return Feed(job) if job.within is None else SharedFeed(job, job.within)
+    return Feed(job) if job.node_group is None else NodeFeed(job, job.node_group)

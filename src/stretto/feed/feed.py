@@ -174,7 +174,7 @@ class Feed:
         self._on_update: Callable[[Update], None] | None = None
         self._last_update: int | None = None
         """After which to end."""
-        self._landed: list[Update] = []
+        self._committed: list[Update] = []
         """Updates that were not reported yet."""
         self._pass: Pass | None = None
         """The one in progress, or the last one."""
@@ -227,13 +227,13 @@ class Feed:
             num_out = current.asked(self._compute.num_counted)
             with self._compute.lifetime.running():
                 if not num_out:
-                    self._land_in_sight(self._last_update)
+                    self._install_up_to(self._last_update)
                 is_over = self._is_over(current.until) or self._are_enough(current, num_out)
             batch = NOTHING if is_over else self._next(current)
             if batch is NOTHING:
                 if num_out:
                     self._num_late = num_out * current.per_batch
-                    self._exhaust_with_last(current)
+                    self._end_data_with_last(current)
                 elif not is_over:
                     with self._compute.lifetime.running():
                         self._pass_rounds(current)
@@ -266,7 +266,7 @@ class Feed:
         if current is None:
             return
         if self._num_late is not None:
-            self._exhaust_with_last(current)
+            self._end_data_with_last(current)
         elif current.is_behind:
             raise passes.counted_behind(self._compute.where, current.num_out)
 
@@ -288,16 +288,16 @@ class Feed:
         if self._num_late is None or current is None:
             return
         self._num_late = current.last = None
-        self._land_in_sight(self._last_update)
+        self._install_up_to(self._last_update)
         if not self._is_over(current.until):
             self._pass_rounds(current)
         self._end(current)
         self._is_feeding, self._on_update = False, None
 
-    def _exhaust_with_last(self, current: Pass) -> None:
+    def _end_data_with_last(self, current: Pass) -> None:
         """Report with the last batch that the data have ended."""
         if current.is_exhausted and self._num_late == 1:
-            self._compute.course.exhaust()
+            self._compute.rounds.end_data()
 
     def _tell(self, update: Update) -> Update:
         """Call `on_update`, then return the update with its counts of the loader."""
@@ -308,9 +308,9 @@ class Feed:
             self._on_update(update)
         return update
 
-    def take_landed(self) -> list[Update]:
+    def take_committed(self) -> list[Update]:
         """Return the updates that were not reported yet."""
-        updates, self._landed = self._landed, []
+        updates, self._committed = self._committed, []
         return updates
 
     def _are_enough(self, current: Pass, num_out: int) -> bool:
@@ -325,28 +325,31 @@ class Feed:
         return num_lacking <= num_out * current.per_batch
 
     def _has_enough(self) -> bool:
-        return self._last_update is not None and self._compute.course.steps >= self._last_update
+        return self._last_update is not None and self._compute.rounds.steps >= self._last_update
 
     def _is_over(self, until: Until) -> bool:
         """Return whether all ranks have agreed to end; the same on every rank at the same round."""
-        return self._has_enough() or self._compute.course.is_pass_over(until)
+        return self._has_enough() or self._compute.rounds.is_pass_over(until)
 
-    def _land_in_sight(self, last: int | None) -> None:
+    def _install_up_to(self, last: int | None) -> None:
         """Complete rounds rather than accumulate once the update `last` is in sight: later gradients would be lost."""
-        while last is not None and self._compute.course.steps < last <= self._compute.course.steps_in_sight:
-            self._keep(self._compute.fly())
+        while (
+            last is not None
+            and self._compute.rounds.steps < last <= self._compute.rounds.steps_once_installed
+        ):
+            self._keep(self._compute.finish_round())
 
     def _keep(self, update: Update | None) -> None:
         """Report an update that no call returns, now or when `finish` returns it."""
         if update is not None:
             update = self._tell(update)
-            self._landed += [] if self._on_update is not None else [update]
+            self._committed += [] if self._on_update is not None else [update]
 
     # The beginning and the end of a pass
 
     def _begin_pass(self, loader: Any, until: Until) -> Pass:
         """Begin a pass, or continue with the one that a checkpoint was saved in the end of."""
-        self._compute.course.begin_pass()
+        self._compute.rounds.begin_pass()
         restored, self._restored = self._restored, None
         loaded, self._again = self._again, None
         if restored is not None and restored["is_left"]:
@@ -377,7 +380,7 @@ class Feed:
             loader.restart_on_stop_iteration = restarts
         batches, votes = passes.rest_of(restored, loader, batches)
         if votes:
-            self._compute.course.resume_pass(votes)
+            self._compute.rounds.resume_pass(votes)
         at, is_exhausted = int(restored["position"]), bool(restored["is_exhausted"])
         ended = bool(votes)
         return Pass(
@@ -391,13 +394,13 @@ class Feed:
         """
         compute = self._compute
         with compute.lifetime.running():
-            compute.take_off_if_ready()  # the round before: it does not hold this last batch
+            compute.submit_if_ready()  # the round before: it does not hold this last batch
         last = self._last_update
         is_ahead = current.looks_ahead and current.num_out > 1
         if last is not None and (
             current.num_out * current.per_batch >= compute.num_lacking(last)
             if is_ahead
-            else compute.course.steps_in_sight + compute.ends_with_next >= last
+            else compute.rounds.steps_once_installed + compute.ends_with_next >= last
         ):
             return batch  # the end is known, and a batch that came now would be lost
         loader = current.loader
@@ -405,14 +408,14 @@ class Feed:
             return batch  # which one comes is chosen at the parameters that it meets
         batch = passes.own_tensors(batch)
         if current.look_ahead(self.input.take) and not is_ahead:
-            compute.course.exhaust()
+            compute.rounds.end_data()
         return batch
 
     def _pass_rounds(self, current: Pass) -> None:
         """Take part in rounds without data until the agreed end."""
         compute = self._compute
-        passes.check_trained(compute.where, current.num_fed, compute.num_counted, compute.course.steps)
-        compute.course.exhaust()
+        passes.check_trained(compute.where, current.num_fed, compute.num_counted, compute.rounds.steps)
+        compute.rounds.end_data()
         while not self._is_over(current.until):
             self._pass_round()
 
@@ -425,13 +428,13 @@ class Feed:
         """
         compute = self._compute
         if compute.overlaps:
-            compute.take_off_if_ready()
+            compute.submit_if_ready()
             landing = compute.wait_for_lane()
             votes = {Vote.GO_ON} if landing is None else set(landing.reduction.report.votes)
-            self._keep(compute.end_round() if votes & {Vote.GO_ON, Vote.STOP} else compute.fly())
+            self._keep(compute.end_round() if votes & {Vote.GO_ON, Vote.STOP} else compute.finish_round())
         else:
-            self._keep(compute.fly() if compute.has_round_ready else compute.end_round())
-        self._land_in_sight(self._last_update)
+            self._keep(compute.finish_round() if compute.has_round_ready else compute.end_round())
+        self._install_up_to(self._last_update)
 
     def _end(self, current: Pass) -> None:
         """Complete the remaining rounds of all ranks, and show the committed parameters; all ranks come here at the
@@ -439,11 +442,11 @@ class Feed:
         """
         compute = self._compute
         if not current.has_ended:  # or these are votes about what was left after the end of the data
-            compute.course.end_pass()
-        if compute.course.have_data_ended(current.until):
+            compute.rounds.end_pass()
+        if compute.rounds.have_data_ended(current.until):
             current.end()
-        with compute.course.finishing(forgets=False):
-            while not self._is_drained():
+        with compute.rounds.finishing(forgets=False):
+            while not self._is_finished():
                 self._pass_round()
         if compute.model.shown == "estimate":
             compute.show_committed()
@@ -451,13 +454,13 @@ class Feed:
         is_known = current.looks_ahead and (current.depth is not None or current.per_batch == 1)
         current.leave_behind(current.num_out > 0 and not is_known)
 
-    def _is_drained(self) -> bool:
+    def _is_finished(self) -> bool:
         """Return whether every update has ended and no rank has anything to contribute; the same on all ranks."""
-        agreed = self._compute.course.have_all_left()
-        agreement = self._job.replica.agreement
+        agreed = self._compute.rounds.have_all_left()
+        agreement = self._job.replica.sync
         # Ranks that step alone come to the last update at different times, and meet at an average behind it.
-        has_enough = self._has_enough() and (agreement.is_united or not agreement.steps_alone)
-        return (agreed or has_enough) and self._compute.is_clear
+        has_enough = self._has_enough() and (agreement.is_synced or not agreement.steps_alone)
+        return (agreed or has_enough) and self._compute.is_between_updates
 
     # At rest
 
@@ -527,12 +530,12 @@ class Feed:
         current, is_left = self._pass, not self._is_feeding
         if current is None or (is_left and current.is_exhausted):
             return None
-        has_ended = not is_left and (current.has_ended or self._compute.course.have_data_ended(current.until))
+        has_ended = not is_left and (current.has_ended or self._compute.rounds.have_data_ended(current.until))
         return {
             "is_left": is_left,
             "position": current.position,
             "is_exhausted": current.is_exhausted,
-            "votes": [int(vote) for vote in self._compute.course.votes] if has_ended else [],
+            "votes": [int(vote) for vote in self._compute.rounds.votes] if has_ended else [],
             "num_out": self._num_out(current),
         }
 
@@ -552,7 +555,7 @@ class Feed:
 
     def end(self) -> None:
         """Go no further than the updates that are committed; all ranks come here after the same."""
-        self._last_update = self._compute.course.steps
+        self._last_update = self._compute.rounds.steps
 
     def rest(self) -> None:
         """All ranks are about to show, save or load committed state: end a pass of which nothing more is counted."""
@@ -560,11 +563,11 @@ class Feed:
         if current is not None and current.num_counted == self._compute.num_counted:
             self.close()
 
-    def drain(self) -> None:
+    def finish(self) -> None:
         """Complete every round, and average the replicas; all ranks must call."""
         self.close()
-        self._compute.course.finish()
-        while not (self._is_drained() and self._job.replica.agreement.is_united):
+        self._compute.rounds.finish()
+        while not (self._is_finished() and self._job.replica.sync.is_synced):
             self._pass_round()
 
     def commit(self) -> list[Update]:
@@ -574,7 +577,7 @@ class Feed:
         if self._pass is not None:
             self._pass.leave_behind(False)
         compute.check_alike("commit()")
-        with compute.course.finishing(forgets=True):
-            while not compute.is_clear:
+        with compute.rounds.finishing(forgets=True):
+            while not compute.is_between_updates:
                 self._pass_round()
-        return self.take_landed()
+        return self.take_committed()

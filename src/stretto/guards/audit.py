@@ -308,7 +308,7 @@ class _RoundAudit:
         """Record an incident on the audited rank; the next update shows it on all ranks."""
         if self._rank == audited:
             incident = Incident(
-                step=self._compute.course.steps + 1,
+                step=self._compute.rounds.steps + 1,
                 guard=self._guard.name,
                 site=site,
                 part=f"round {self._round_index} of rank {audited}",

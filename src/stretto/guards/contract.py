@@ -232,7 +232,7 @@ class Guard(ABC):
         before_land     before the arrival of a fragment with which ranks have stepped together; its values are anchors;
         after_update    once per update, after its last values have been published or gathered and before the model
                         shows them; also if the update had no weight and nothing was stepped;
-        before_landing  once per round, on the compute lane, right before the model shows what it brought. Ranks come
+        before_install  once per round, on the compute lane, right before the model shows what it brought. Ranks come
                         here at different times: effects that are not collective only.
 
         At each of these moments, guards run in the order in which the user gave them.
@@ -250,12 +250,12 @@ class Guard(ABC):
     agrees_inside: ClassVar[bool] = False
     """Whether its round watch asks the other ranks of its node before it does anything, where each holds a shard
     (`GuardedRounds.agree`): no rank can run a round again, or leave it out, alone."""
-    repairs_departed: ClassVar[bool] = False
+    repairs_sent: ClassVar[bool] = False
     """Whether its round watch makes ranks sum gradients again that were sent before it found them wrong
     (`Accumulation.restart`), and before a reduction it looks only at the residual of the wire. Gradients may then
     leave during the backward pass."""
 
-    def looks_before_departure(self, *, owes: bool) -> bool:
+    def looks_before_sending(self, *, has_residual: bool) -> bool:
         """Return whether nothing of a round may leave before the guard has looked at it.
 
         Args:
@@ -263,7 +263,7 @@ class Guard(ABC):
         """
         kind = type(self)
         looks = kind.before_reduce is not Guard.before_reduce or kind.watch_rounds is not Guard.watch_rounds
-        return looks and (owes or not kind.repairs_departed)
+        return looks and (has_residual or not kind.repairs_sent)
 
     @abstractmethod
     def after_update(self) -> GuardScript:
@@ -304,6 +304,6 @@ class Guard(ABC):
         """Yield the effects before a fragment arrives; none unless overridden."""
         yield from ()
 
-    def before_landing(self) -> GuardScript:
+    def before_install(self) -> GuardScript:
         """Yield the effects before the model shows what a round brought; none unless overridden."""
         yield from ()

@@ -66,7 +66,7 @@ class GuardInterpreter:
         self._sharded = replica.sharded
         self._progress = replica.progress
         self._replica = replica
-        self._within = replica.within
+        self._node_group = replica.node_group
         self._fixed = {Part("fixed", name): tensor for name, tensor in fixed}
         self._held = {part: shard_of(tensor)[0] for part, tensor in self._fixed.items()}
         """What this rank holds of fixed tensors."""
@@ -116,9 +116,7 @@ class GuardInterpreter:
 
     def ask(self, moment: Moment) -> GuardScript:
         """Yield the effects of all guards at a moment."""
-        has_alike = self._replica.agreement.is_united or (
-            moment == "before_land" and self._replica.has_anchor
-        )
+        has_alike = self._replica.sync.is_synced or (moment == "before_land" and self._replica.has_anchor)
         for guard in self.guards:
             if has_alike or not guard.needs_replicas:
                 yield from getattr(guard, moment)()
@@ -182,7 +180,7 @@ class GuardInterpreter:
     @property
     def _exchanges(self) -> tuple[Exchange, ...]:
         """All on which this rank hears of the others."""
-        return (self._exchange,) if self._within is None else (self._exchange, self._within.exchange)
+        return (self._exchange,) if self._node_group is None else (self._exchange, self._node_group.exchange)
 
     def _report(self, effect: Report) -> None:
         fields = dataclasses.asdict(effect)
@@ -207,11 +205,11 @@ class GuardInterpreter:
 
         Without a flight, the model may be running, and its forward passes may be writing its buffers.
         """
-        if self._is_replicated and self._replica.agreement.is_united:
+        if self._is_replicated and self._replica.sync.is_synced:
             yield from self._masters()
         for name, anchor in self._replica.anchors(waits=True):
             yield Part("anchor", name), anchor
-        if self._replica.agreement.is_united:
+        if self._replica.sync.is_synced:
             yield from self._shown(flight)
         yield from self._held.items() if flight is not None else ()
 
@@ -241,8 +239,8 @@ class GuardInterpreter:
 
     def _fingerprints(self, flight: Flight | None) -> dict[Part, int]:
         # Ranks that keep their own state, or step alone, may also have cut it into different segments.
-        agreement = self._replica.agreement
-        compares_state = agreement.states_are_alike and not agreement.steps_alone
+        agreement = self._replica.sync
+        compares_state = agreement.states_are_synced and not agreement.steps_alone
         parts = {
             part: tensor
             for part, tensor in self._parts(flight)
@@ -270,8 +268,8 @@ class GuardInterpreter:
                 self._seals.add(what, self._sums())
             case "error memory":
                 self._seals.drop_written(what)
-                parts = [Part(what, f"set {index}") for index in range(len(self._exchange.owed))]
-                self._seals.add(what, zip(parts, self._exchange.owed, strict=True))
+                parts = [Part(what, f"set {index}") for index in range(len(self._exchange.residuals))]
+                self._seals.add(what, zip(parts, self._exchange.residuals, strict=True))
             case "values to be shown":
                 self._seals.add(what, self._shown(flight))
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from stretto.checksums import on_host, same_bytes
 from stretto.engine.accumulation import Accumulation, GradientBuffer
 from stretto.engine.buffers import is_comparable
+from stretto.engine.frozen_state import frozen_state
 from stretto.engine.job import Job
 from stretto.engine.round import Listener, LossFunction, Weighed, weighed
-from stretto.engine.untrained import untrained
 from stretto.errors import UsageError
 from stretto.flat import shard_of
 from stretto.guards.interpreter import GuardInterpreter
@@ -188,9 +188,9 @@ class GuardedRounds(Listener):
         """Drop the kept round."""
         self.kept.forget()
 
-    def landing_begins(self) -> None:
+    def install_begins(self) -> None:
         """Let guards look at the values before the model shows them."""
-        self.interpreter.run("before_landing")
+        self.interpreter.run("before_install")
         self.interpreter.forget(("values to be shown",))
 
     def installed(self, values: Sequence[Tensor]) -> None:
@@ -213,16 +213,16 @@ class GuardedRounds(Listener):
         """Return the incidents found after the last update."""
         return self.interpreter.conclude_job()
 
-    def untrained(self) -> dict[str, tuple[Tensor, Tensor]]:
+    def frozen_state(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return, by name, frozen parameters and buffers: each as the model has it, and what this rank holds of it.
 
         Where the ranks of a node hold shards of one model, all must call.
         """
         model = self.job.model
-        if self.job.within is None:
-            return {name: (tensor, tensor) for name, tensor in untrained(model.model)}
+        if self.job.node_group is None:
+            return {name: (tensor, tensor) for name, tensor in frozen_state(model.model)}
         model.drop_copies()  # while a module is gathered, other tensors are in its parameters' places
-        return {name: (tensor, shard_of(tensor)[0]) for name, tensor in untrained(model.model)}
+        return {name: (tensor, shard_of(tensor)[0]) for name, tensor in frozen_state(model.model)}
 
     def agree(self, *, damaged: bool, able: bool) -> tuple[bool, bool]:
         """Return whether there is damage, and whether something can be done about it.
@@ -230,8 +230,10 @@ class GuardedRounds(Listener):
         Where the ranks of a node hold shards of one model, none can act alone: all must call, and hear whether any has
         found damage, and whether all are able.
         """
-        within = self.job.within
-        return (damaged, able) if within is None else within.agree_on_damage(damaged=damaged, able=able)
+        node_group = self.job.node_group
+        return (
+            (damaged, able) if node_group is None else node_group.agree_on_damage(damaged=damaged, able=able)
+        )
 
     def run_again(self, kept: KeptRound) -> Accumulation:
         """Run a round again, separately from this rank's own round, and return its accumulation."""

@@ -81,7 +81,7 @@ class ReplicaGuard(Guard):
         """Overwrite a part on the ranks that differ from the majority or, without one, from the recomputed value."""
         healthy, count = Counter(held).most_common(1)[0]
         if 2 * count <= len(held):
-            healthy = yield from self._tell_apart(part, held)
+            healthy = yield from self._arbitrate(part, held)
         source = list(held).index(healthy)
         onto = tuple(place for place, value in enumerate(held) if value != healthy)
         yield Copy(part, source, onto)
@@ -97,7 +97,7 @@ class ReplicaGuard(Guard):
                 found=hexadecimal(held[place]),
             )
 
-    def _tell_apart(self, part: Part, held: Sequence[int]) -> Generator[GuardEffect, Any, int]:
+    def _arbitrate(self, part: Part, held: Sequence[int]) -> Generator[GuardEffect, Any, int]:
         """Return the digest of the ranks whose part is the same when it is computed again."""
         again = yield Recompute()
         records = yield Share(bytes([again.get(part, False)]))

@@ -39,7 +39,7 @@ class AtRest(Guard):
 
     name = "rest"
     agrees_inside = True
-    repairs_departed = True
+    repairs_sent = True
 
     def watch_rounds(self, rounds: GuardedRounds) -> RoundWatch:
         """Watch what the model holds while gradients are computed."""
@@ -76,7 +76,7 @@ class AtRest(Guard):
         yield Seal("anchor")
         yield Seal("values to be shown")
 
-    def before_landing(self) -> GuardScript:
+    def before_install(self) -> GuardScript:
         """Mend the values that the model is about to show, or publish them again."""
         for difference in (yield Inspect(("values to be shown",))):
             if (yield Mend(difference.part)):

@@ -91,14 +91,14 @@ class ShownValues(RoundWatch):
     def begin_again(self) -> None:
         """Take checksums of all that the model holds now."""
         self.installed([parameter.detach() for parameter in self._model.parameters])
-        self._constants = {name: _Constant.sealed(*pair) for name, pair in self._untrained().items()}
+        self._constants = {name: _Constant.sealed(*pair) for name, pair in self._frozen_state().items()}
         self._written = set(_statistics_of(self._model.model))
         self._still = set()
 
-    def _untrained(self) -> dict[str, tuple[Tensor, Tensor]]:
+    def _frozen_state(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return untrained tensors that have values to compare, with this rank's part of each."""
         frozen = {name for name, _ in self._model.model.named_parameters()}
-        found = self._rounds.untrained()
+        found = self._rounds.frozen_state()
         return {name: pair for name, pair in found.items() if name in frozen or is_comparable(pair[0])}
 
     def installed(self, values: Sequence[Tensor]) -> None:
@@ -128,7 +128,7 @@ class ShownValues(RoundWatch):
         if is_damaged:
             accumulation.leave_out()
             # Not of those that were just compared or mended: what was there before may be the damaged value.
-            self._model.statistics.go_back(
+            self._model.buffer_sync.go_back(
                 {name for name, one in self._constants.items() if one.checksum and name not in self._written}
             )
             outcome = "this rank's gradients of the round skipped"
@@ -158,7 +158,7 @@ class ShownValues(RoundWatch):
         """
         incidents: list[Incident] = []
         frozen = {name for name, _ in self._model.model.named_parameters()}
-        watched = {name: pair for name, pair in self._untrained().items() if name not in self._written}
+        watched = {name: pair for name, pair in self._frozen_state().items() if name not in self._written}
         known = {name for name, one in self._constants.items() if one.checksum is not None}
         for name, pair in watched.items():
             self._constants[name] = _Constant.following(self._constants.get(name), *pair)
@@ -206,7 +206,7 @@ class ShownValues(RoundWatch):
 
     def _incident(self, site: str, part: str, action: str, expected: int, found: int) -> Incident:
         return Incident(
-            step=self._rounds.job.compute.course.steps + 1,
+            step=self._rounds.job.compute.rounds.steps + 1,
             guard=self._guard,
             site=site,
             part=part,
@@ -229,7 +229,7 @@ class ShownValues(RoundWatch):
 
     def _is_as_sealed(self, name: str) -> bool:
         """Return whether a frozen parameter or buffer is known to be what it was at the end of the last round."""
-        known, (tensor, held) = self._constants.get(name), self._untrained()[name]
+        known, (tensor, held) = self._constants.get(name), self._frozen_state()[name]
         if known is None or known.checksum is None or known.mark != mark_of(tensor, held):
             return False
         ((expected, found),) = compared([known.checksum], [held])

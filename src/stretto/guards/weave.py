@@ -39,7 +39,7 @@ Moment = Literal[
     "after_gather",
     "before_land",
     "after_update",
-    "before_landing",
+    "before_install",
 ]
 """When guards are asked; see Note [When] in `stretto.guards.contract`."""
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from stretto import checkpoint as checkpoints
 from stretto.engine import Options
-from stretto.engine.instead import Instead
+from stretto.engine.method_patch import MethodPatch
 from stretto.errors import CheckpointError, ConfigError, MissingExtra, UsageError
 from stretto.feed import num_samples
 from stretto.guards import Guard
@@ -116,7 +116,7 @@ class StrettoStrategy(DDPStrategy):
         """The exception that callbacks are receiving."""
         self._stopped_by_any: StoppedByAny | None = None
         """Set while several ranks fit, as is the next field."""
-        self._stand_ins: list[Instead] = []
+        self._stand_ins: list[MethodPatch] = []
         """Whether loops would wait for other ranks without the job, or at different places."""
         self._validation = ExitStack()
         """Shows the committed parameters during a validation."""
@@ -250,8 +250,8 @@ class StrettoStrategy(DDPStrategy):
         loop = trainer.fit_loop
         for one, what in ((loop, "training"), (loop.epoch_loop.val_loop, "validation")):
             counted = functools.partial(self._set_up_data, one, one.setup_data, what)
-            self._stand_ins.append(Instead(one, "setup_data", counted))
-        self._stand_ins.append(Instead(loop.epoch_loop, "_broadcast_sigterm_tensor", self._hear_signal))
+            self._stand_ins.append(MethodPatch(one, "setup_data", counted))
+        self._stand_ins.append(MethodPatch(loop.epoch_loop, "_broadcast_sigterm_tensor", self._hear_signal))
 
     def _set_up_data(self, loop: Any, set_up: Callable[[], None], what: str) -> None:
         """Set up a loop's data, and compare between ranks how many batches there are."""

@@ -20,7 +20,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from stretto.engine.instead import Instead
+from stretto.engine.method_patch import MethodPatch
 from stretto.errors import UsageError
 
 _PARTS = {
@@ -71,15 +71,15 @@ class StoppedByAny:
 
     def __init__(self, trainer: Trainer, callbacks: Sequence[object], by_rank: ByRank) -> None:
         self._trainer, self._by_rank = trainer, by_rank
-        self._stand_ins: list[Instead] = []
+        self._stand_ins: list[MethodPatch] = []
         module = trainer.lightning_module
         if any(by_rank(may_ask(module, callbacks))):
             for place, (path, part) in enumerate(_PARTS):
                 loop = attrgetter(path)(trainer)
                 agreeing = partial(self._then_agree, getattr(loop, part), place)
-                self._stand_ins.append(Instead(loop, part, agreeing))
+                self._stand_ins.append(MethodPatch(loop, part, agreeing))
         if any(by_rank(is_overridden(_SKIPS, module))):
-            self._stand_ins.append(Instead(module, _SKIPS, partial(self._skip, getattr(module, _SKIPS))))
+            self._stand_ins.append(MethodPatch(module, _SKIPS, partial(self._skip, getattr(module, _SKIPS))))
 
     def end(self) -> None:
         """Restore the original methods of loops and module."""

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from stretto import checkpoint
 from stretto.engine import Options
-from stretto.engine.instead import Instead
+from stretto.engine.method_patch import MethodPatch
 from stretto.errors import CheckpointError, MissingExtra, UsageError
 from stretto.feed import num_samples
 from stretto.guards import Guard
@@ -134,7 +134,7 @@ class StrettoTrainer(transformers.Trainer):
         self.accelerator.backward = self._backward
         for name in _COLLECTIVES:
             collective = getattr(self.accelerator, name)
-            Instead(self.accelerator, name, functools.partial(self._once_met, collective))
+            MethodPatch(self.accelerator, name, functools.partial(self._once_met, collective))
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from stretto.engine.instead import Instead
+from stretto.engine.method_patch import MethodPatch
 
 Owner = nn.Module | torch.optim.Optimizer
 
@@ -14,14 +14,14 @@ def disarm(owners: Iterable[Owner]) -> None:
     """Let `zero_grad` of models and optimizers do nothing; copies of them have their own."""
     for owner in owners:
         arm([owner])
-        Instead(owner, "zero_grad", _leave_gradients)
+        MethodPatch(owner, "zero_grad", _leave_gradients)
 
 
 def arm(owners: Iterable[Owner]) -> None:
     """Give them back their own."""
     for owner in owners:
         stands = vars(owner).get("zero_grad")
-        if isinstance(stands, Instead):
+        if isinstance(stands, MethodPatch):
             stands.remove()
 
 

@@ -5,7 +5,7 @@ import dataclasses
 from stretto.errors import ConfigError
 from stretto.fields import check_fields
 from stretto.strategies.contract import Script, Strategy, WorkerKind
-from stretto.strategies.diloco import MOST_FRAGMENTS, DiLoCo, check_travel
+from stretto.strategies.diloco import MOST_FRAGMENTS, DiLoCo, check_transfer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Average(Strategy):
         # The dataclass is frozen: what None stands for is known from here on, in records and in words.
         object.__setattr__(self, "fragments", fragments)
         object.__setattr__(self, "delay", delay)
-        check_travel(self, "every")
+        check_transfer(self, "every")
         outer = DiLoCo(
             interval=self.every,
             fragments=fragments,

@@ -73,14 +73,14 @@ class Moment:
     """Rounds before this one."""
     gap: int
     """Rounds since the last average, this one included."""
-    drains: bool
+    is_finishing: bool
     """Whether this rank's worker has no more data, and nothing in this round: then an average is due, because only
     averages let ranks agree on an end. After an `AllReduce`, whether all ranks submit only remaining rounds. All else
     here is the same on all ranks.
     """
     interval: int | None = None
     """What the script has last asked for by `Postpone`."""
-    aloft: int | None = None
+    in_flight_rounds: int | None = None
     """Rounds since the fragment in flight was sent; None if none is in flight."""
 
 

@@ -86,7 +86,7 @@ class DiLoCo(Strategy):
         check_fields(self)
         if self.interval < 1:
             raise ConfigError(f"DiLoCo(interval={self.interval}): expected at least 1 update")
-        check_travel(self, "interval")
+        check_transfer(self, "interval")
         if not 0 < self.outer_lr < float("inf"):
             raise ConfigError(f"DiLoCo(outer_lr={self.outer_lr}): expected a positive, finite number")
         if not 0 <= self.outer_momentum < 1:
@@ -104,20 +104,22 @@ class DiLoCo(Strategy):
         gradient = yield Local(self.worker)
         yield Step(gradient)
         moment = yield Look()
-        if moment.aloft is not None and (moment.drains or moment.aloft >= self.delay):
+        if moment.in_flight_rounds is not None and (
+            moment.is_finishing or moment.in_flight_rounds >= self.delay
+        ):
             yield Land(self.mix, self.delay)
         position = moment.round_index % self.interval + 1
         fragment = -(-position * self.fragments // self.interval) - 1  # the first that leaves here or later
         is_due = (fragment + 1) * self.interval // self.fragments == position
-        if is_due or moment.drains:
+        if is_due or moment.is_finishing:
             step = OuterStep(self.outer_lr, self.outer_momentum, self.nesterov)
             has_left = yield Launch(step, fragment, self.fragments, self.keep_progress)
             # A rank without data has nothing to compute meanwhile.
-            if has_left and (moment.drains or not self.delay):
+            if has_left and (moment.is_finishing or not self.delay):
                 yield Land(self.mix, self.delay)
 
 
-def check_travel(record: Strategy, interval: str) -> None:
+def check_transfer(record: Strategy, interval: str) -> None:
     """Raise unless a strategy's `fragments` and `delay` go with its interval, which it calls `interval`.
 
     Raises:

@@ -153,7 +153,7 @@ def _has_hash(strategy: Strategy) -> bool:
 
 
 def _read_off(strategy: Strategy) -> Ledger:
-    runs = [_dry_run(strategy, Moment(0, 1, drains=True))]
+    runs = [_dry_run(strategy, Moment(0, 1, is_finishing=True))]
     if Launch not in map(type, runs[0]) and Local in map(type, runs[0]):
         raise ConfigError(
             f"strategy {strategy.name}: an update of a rank without further data must contain a Launch, so "
@@ -162,17 +162,22 @@ def _read_off(strategy: Strategy) -> Ledger:
     num_updates = _DRY_UPDATES_THAT_LOOK if Look in map(type, runs[0]) else _DRY_UPDATES
     averages: list[Any] = []
     outer_steps = 0.0
-    gap, interval, aloft = 0, None, None
+    gap, interval, in_flight_rounds = 0, None, None
     for index in range(num_updates):
         gap += 1
-        aloft = None if aloft is None else aloft + 1
-        runs.append(_dry_run(strategy, Moment(index, gap, drains=False, interval=interval, aloft=aloft)))
+        in_flight_rounds = None if in_flight_rounds is None else in_flight_rounds + 1
+        runs.append(
+            _dry_run(
+                strategy,
+                Moment(index, gap, is_finishing=False, interval=interval, in_flight_rounds=in_flight_rounds),
+            )
+        )
         for effect in runs[-1]:
             outer_steps += 1 / effect.fragments if isinstance(effect, Launch) and effect.outer else 0
-            aloft = _aloft_after(strategy, effect, aloft)
+            in_flight_rounds = _in_flight_after(strategy, effect, in_flight_rounds)
         interval = next((e.updates for e in runs[-1] if isinstance(e, Postpone)), interval)
         means = [effect for effect in runs[-1] if _is_mean(effect)]
-        if means and aloft is not None:
+        if means and in_flight_rounds is not None:
             raise ConfigError(
                 f"strategy {strategy.name}: a mean of everything must arrive in the update that sends it: "
                 "expected `Land` right after Launch()"
@@ -228,14 +233,14 @@ def _check_launches(strategy: Strategy, effects: Sequence[Effect]) -> None:
             )
 
 
-def _aloft_after(strategy: Strategy, effect: Effect, aloft: int | None) -> int | None:
+def _in_flight_after(strategy: Strategy, effect: Effect, in_flight_rounds: int | None) -> int | None:
     """Return for how many rounds a fragment has been in progress behind `effect`, if one is."""
-    if isinstance(effect, Launch | Land) and (aloft is None) != isinstance(effect, Launch):
+    if isinstance(effect, Launch | Land) and (in_flight_rounds is None) != isinstance(effect, Launch):
         raise ConfigError(
             f"strategy {strategy.name}: one fragment is in flight at a time: expected `Launch` and `Land` "
-            f"alternately, found {effect} while {'none' if aloft is None else 'one'} was in flight"
+            f"alternately, found {effect} while {'none' if in_flight_rounds is None else 'one'} was in flight"
         )
-    return 0 if isinstance(effect, Launch) else None if isinstance(effect, Land) else aloft
+    return 0 if isinstance(effect, Launch) else None if isinstance(effect, Land) else in_flight_rounds
 
 
 def _check_rounds(strategy: Strategy, runs: Sequence[Sequence[Effect]]) -> list[type[Effect]]:

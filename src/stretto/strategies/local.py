@@ -134,4 +134,4 @@ class LocalSGD(Strategy):
     def averages(self, moment: Moment) -> bool:
         """Return whether an average is due at `moment`."""
         capped = self.max_gap is not None and moment.gap >= self.max_gap
-        return moment.drains or capped or self._pace.is_due(moment.round_index)
+        return moment.is_finishing or capped or self._pace.is_due(moment.round_index)

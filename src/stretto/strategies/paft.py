@@ -58,7 +58,7 @@ class PAFTSync(Strategy):
         gradient = yield AllReduce()
         yield Step(gradient)
         moment = yield Look()
-        if moment.drains or (moment.gap >= self.interval and not self.overlap):
+        if moment.is_finishing or (moment.gap >= self.interval and not self.overlap):
             yield Average(self.state)
 
 
@@ -125,7 +125,7 @@ class PAFTDyn(Strategy):
         gradient = yield AllReduce()
         yield Step(gradient)
         moment = yield Look()
-        if moment.drains or (self._is_due(moment) and not self.overlap):
+        if moment.is_finishing or (self._is_due(moment) and not self.overlap):
             yield from self._average()
 
     def _is_due(self, moment: Moment) -> bool:

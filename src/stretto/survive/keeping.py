@@ -154,7 +154,7 @@ class Keeping:
 
 def do_all_come(parallel: DataParallel) -> bool:
     """Return whether all ranks reach the update that was just committed; see Note [Where all come]."""
-    agreement, votes = parallel.job.replica.agreement, parallel.job.compute.course.votes
+    agreement, votes = parallel.job.replica.sync, parallel.job.compute.rounds.votes
     if not agreement.steps_alone or getattr(parallel.strategy, "delay", 0) > 0:
         return True
     are_without_data = bool(votes) and all(vote in WITHOUT_DATA for vote in votes)

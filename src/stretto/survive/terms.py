@@ -241,7 +241,7 @@ class Term:
             OutOfTurn: `go_on` was not called before.
             CommunicationError: A rank was lost.
         """
-        keeping, course = self._keeping, parallel.job.compute.course
+        keeping, course = self._keeping, parallel.job.compute.rounds
         if keeping is None:
             raise OutOfTurn(f"rank {self.rank}: term.keep() before term.go_on(): expected it before training")
         if self._asks(parallel.job.compute.runtime.now()):

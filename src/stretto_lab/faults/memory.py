@@ -50,7 +50,7 @@ def strike_memory(parallel: DataParallel, injector: Injector) -> None:
     def before_round(*_: Any) -> None:
         injector.offer("masters", sharded.masters)
         injector.offer("optimizer state", list(_state_tensors(sharded)))
-        injector.offer("error memory", job.exchange.owed)
+        injector.offer("error memory", job.exchange.residuals)
         injector.offer("anchor", [anchor for _, anchor in job.replica.anchors(waits=False)])
 
     def before_counting(*_: Any) -> None:
@@ -71,7 +71,7 @@ def strike_memory(parallel: DataParallel, injector: Injector) -> None:
         )
 
     def committed(site: Site) -> int:
-        return compute.course.steps if site in ON_COMPUTE_LANE else comm.progress.step
+        return compute.rounds.steps if site in ON_COMPUTE_LANE else comm.progress.step
 
     injector.committed = committed
     _before(comm, "advance", before_round)

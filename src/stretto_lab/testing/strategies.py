@@ -62,7 +62,7 @@ def _read(strategy: Strategy) -> tuple[list[list[str]], list[str]]:
                 answer = _Marked(update, frozenset([reduced]))
                 reduced += 1
             elif isinstance(effect, contract.Look):
-                answer = contract.Moment(update, 1, drains=False)
+                answer = contract.Moment(update, 1, is_finishing=False)
             elif isinstance(effect, contract.Average) and effect.probe:
                 answer = contract.Divergence.none()
             elif not hasattr(effect, "gradient"):

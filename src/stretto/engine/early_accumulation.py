@@ -3,7 +3,7 @@
 Note [Hidden reductions] In the last micro-batch of a round, a bucket is sent as soon as all its gradients have
     arrived. There is no other
     thread: hooks, which autograd calls for every gradient, start the next collectives and take up those that are
-    complete, or in any case where works order streams (`stretto.engine.departure`). None of them waits. Transfers
+    complete, or in any case where works order streams (`stretto.engine.early_reduction`). None of them waits. Transfers
     still in flight after the backward pass are finished when the round is submitted.
 
     Order. The layout fixes the collectives and their order, for every round of the job. Only the moments differ. So a
@@ -34,7 +34,7 @@ from stretto.engine.accumulation import Accumulation, GradientBuffer
 from stretto.engine.replica import Replica
 
 
-class HiddenAccumulation(Accumulation):
+class EarlyAccumulation(Accumulation):
     """Accumulates gradients, and lets them leave during the last backward pass of a round.
 
     See Note [Hidden reductions].
@@ -73,13 +73,13 @@ class HiddenAccumulation(Accumulation):
         """Add the gradient of `weight` times the loss, which may leave at once if the round is complete with it."""
         may_leave = (
             self.contribution.count == self._micro_batches - 1
-            and self._replica.hides
-            and self.departure is None  # it has left if a guard restarts it
+            and self._replica.overlaps_backward
+            and self.early_reduction is None  # it has left if a guard restarts it
         )
         if not may_leave or _has_backward_hooks(self._model):
             super().backward(loss, weight)
             return
-        self.departure = self._replica.depart(self.buffer, self.contribution)
+        self.early_reduction = self._replica.begin_early_reduction(self.buffer, self.contribution)
         self._missing = [len(slots) for slots in self._slots_by_bucket]
         self._has_come = bytearray(len(self.parameters))
         self._announced: int | None = None
@@ -106,8 +106,8 @@ class HiddenAccumulation(Accumulation):
                 self._missing[bucket] -= 1
             self._numel_come += self.buffer.layout.slots[index].numel
             self._replica.runtime.pass_backward(self._numel_come / self._numel)
-        if self.departure is not None:
-            self.departure.go_on(self._views)
+        if self.early_reduction is not None:
+            self.early_reduction.go_on(self._views)
 
     def _views(self, bucket: int) -> list[Tensor] | None:
         if self._missing[bucket]:

@@ -25,12 +25,12 @@ from stretto.averaging.mean import ReplicaMean
 from stretto.averaging.probe import GradientProbe
 from stretto.checksums import digest_of_all, on_host
 from stretto.engine.accumulation import GradientBuffer
+from stretto.engine.buffer_sync import BufferSync
 from stretto.engine.buffers import Buffer
 from stretto.engine.replica import Flight, Performer, Replica
-from stretto.engine.replica_sync import Alike
+from stretto.engine.replica_sync import SyncState
 from stretto.engine.report import Vote
 from stretto.engine.round import Reduction, Round
-from stretto.engine.statistics import Statistics
 from stretto.errors import NonFinite, StateCorrupt
 from stretto.exchange import Exchange
 from stretto.flat import Slices
@@ -40,7 +40,7 @@ from stretto.strategies.contract import Average, Divergence, Look, Moment, Postp
 _CONDITION = np.dtype([("digest", "<u8"), ("is_finite", "?"), ("product", "<f8")])
 
 
-class DriftingReplica(Replica):
+class DivergingReplica(Replica):
     """One rank's replica among others that should be the same.
 
     The arguments are as for `Replica`; all ranks own everything.
@@ -71,26 +71,26 @@ class DriftingReplica(Replica):
     def reduce(self, round: Round) -> Reduction:
         """Exchange the gradients of `round`, and count it."""
         reduction = super().reduce(round)
-        self.agreement.drift()
+        self.sync.diverge()
         return reduction
 
     def sum_up(self, round: Round) -> tuple[Slices, bool]:
         """Sum the gradients of `round` over ranks, and measure the sent gradients, which may be overwritten soon."""
-        sums, is_torn = super().sum_up(round)
+        sums, is_stale = super().sum_up(round)
         if self._probe is not None:
             feedback, contribution = self.exchange.feedback, round.contribution
             flats = round.buffer.flats if feedback is None else feedback.given
             self._probe.sent(flats, sums, contribution.totals.weight)
-        return sums, is_torn
+        return sums, is_stale
 
-    def gather_committed(self, flats: list[Tensor], statistics: Statistics) -> list[Buffer]:
+    def gather_committed(self, flats: list[Tensor], buffer_sync: BufferSync) -> list[Buffer]:
         """Fill `flats` with the mean of all replicas, which stay as they are."""
         conditions = self._compare(state=False)
         if _alike(conditions):
             self.sharded.publish(flats)
         else:
             self._mean.show(self._share(conditions), flats)
-        return statistics.agreed
+        return buffer_sync.agreed
 
     def agreed_optimizer(self, changed: bytes) -> ShardedOptimizer:
         """Return the optimizer, or where replicas differ a copy that holds their mean; all ranks must call."""
@@ -103,7 +103,7 @@ class DriftingReplica(Replica):
 
     def begin_again(self) -> None:
         """Take the present masters, alike on all ranks, for the last average."""
-        self.agreement.unite()
+        self.sync.mark_synced()
         self.interval = None
         if self._probe is not None:
             self._probe.begin_again()
@@ -112,7 +112,7 @@ class DriftingReplica(Replica):
     def state_dict(self) -> dict[str, Any]:
         """Return counts, and this rank's replica where replicas differ; it refers to the job's own tensors."""
         counts = {
-            "rounds": self.agreement.gap,
+            "rounds": self.sync.gap,
             "interval": self.interval,
             "probe": None if self._probe is None else self._probe.state_dict(),
         }
@@ -125,15 +125,18 @@ class DriftingReplica(Replica):
         if "counts" in state:
             counts = state["counts"]
             gap, self.interval = counts["rounds"], counts["interval"]
-            self.agreement.resume(Alike.DRIFTING if gap else Alike.UNITED, gap)
+            self.sync.resume(SyncState.DIVERGING if gap else SyncState.SYNCED, gap)
             if self._probe is not None and counts["probe"] is not None:
                 self._probe.load_state_dict(counts["probe"])
 
     # Performers
 
     def _look(self, _: Look, flight: Flight | None) -> Moment:
-        drains = flight is not None and set(flight.reduction.report.votes) <= {Vote.LEFT, Vote.DRAIN}
-        return Moment(self.progress.round_index, self.agreement.gap, drains, self.interval)
+        is_finishing = flight is not None and set(flight.reduction.report.votes) <= {
+            Vote.PASS_LEFT,
+            Vote.FINISHING,
+        }
+        return Moment(self.progress.round_index, self.sync.gap, is_finishing, self.interval)
 
     def _postpone(self, effect: Postpone, _: Flight | None) -> None:
         self.interval = effect.updates
@@ -175,7 +178,7 @@ class DriftingReplica(Replica):
         divergence = None if probe is None else self._divergence(probe, conditions, before)
         progress.measure(divergence)
         self._mean.begin_again()
-        self.agreement.unite(states=effect.state, is_shown=flight is not None)
+        self.sync.mark_synced(states=effect.state, is_shown=flight is not None)
         if flight is not None:
             self.sharded.publish(flight.round.buffer.flats)
         return divergence

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Instead:
+class MethodPatch:
     """Is called instead of an object's method, until it is removed.
 
     Args:

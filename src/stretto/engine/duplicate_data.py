@@ -19,7 +19,7 @@ MOST_ROUNDS = 64
 """After which the check ends."""
 
 
-class Likeness:
+class DuplicateDataCheck:
     """Which ranks have had the same losses so far.
 
     Args:

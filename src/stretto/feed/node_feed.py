@@ -7,11 +7,11 @@ other before every batch. The data of a node end where those of its first rank d
 from typing import Any
 
 from stretto.engine import Job
-from stretto.engine.within import Within
+from stretto.engine.node_group import NodeGroup
 from stretto.feed.feed import NOTHING, Feed, Pass
 
 
-class SharedFeed(Feed):
+class NodeFeed(Feed):
     """The batches of one rank of a node.
 
     Args:
@@ -19,15 +19,15 @@ class SharedFeed(Feed):
         within: The ranks of its node.
     """
 
-    def __init__(self, job: Job, within: Within) -> None:
+    def __init__(self, job: Job, node_group: NodeGroup) -> None:
         super().__init__(job)
-        self._within = within
+        self._node_group = node_group
 
     def _next(self, current: Pass) -> Any:
         """Return the next batch of a pass, or `NOTHING` if any rank of the node has none."""
         batch = super()._next(current)
         with self._compute.lifetime.running():
-            if self._within.have_all(batch is not NOTHING):
+            if self._node_group.have_all(batch is not NOTHING):
                 return batch
         batch, _ = current.take(_nothing)
         return batch

@@ -39,7 +39,7 @@ from stretto.flat import Layout
 T = TypeVar("T")
 
 
-class Within:
+class NodeGroup:
     """The ranks of one node; see Note [One rank of shards].
 
     Args:
@@ -114,7 +114,7 @@ class Within:
             asks=report.asks,
             used=report.used,
             changed=bytes(report.changed),
-            torn=bool(report.torn),
+            stale=bool(report.stale),
             buffers_are_finite=bool(every["buffers_are_finite"].all()),
         )
 
@@ -145,24 +145,24 @@ class NodeRuntime(RuntimeOver):
         within: Its node.
     """
 
-    def __init__(self, runtime: Runtime, within: Within) -> None:
+    def __init__(self, runtime: Runtime, node_group: NodeGroup) -> None:
         super().__init__(runtime)
-        self._within = within
+        self._node_group = node_group
 
     def spawn(self, work: Callable[[], T]) -> Pending[T]:
         """Start `work`, which is done where all ranks of the node find it so: they ask at the same micro-batches."""
-        return _OnNode(super().spawn(work), self._within)
+        return _OnNode(super().spawn(work), self._node_group)
 
 
 class _OnNode(Generic[T]):
     """Work that every rank of a node does for its shard."""
 
-    def __init__(self, pending: Pending[T], within: Within) -> None:
+    def __init__(self, pending: Pending[T], node_group: NodeGroup) -> None:
         self._pending = pending
-        self._within = within
+        self._node_group = node_group
 
     def done(self) -> bool:
-        return self._within.have_all(self._pending.done())
+        return self._node_group.have_all(self._pending.done())
 
     def result(self) -> T:
         return self._pending.result()

@@ -17,7 +17,7 @@ from stretto.exchange.transfer import Barrier, Prepare, Started, Transfers, Wait
 from stretto.flat import Slices
 
 
-class Departure:
+class EarlyReduction:
     """The sums of one round's gradients, begun.
 
     The order in which collectives start is fixed. The caller decides when to continue, and ranks need not decide
@@ -51,16 +51,16 @@ class Departure:
         self._prepare = prepare
         self._awaited: int | Started | Barrier | None = next(transfers, None)
         self._left: list[tuple[Tensor, int]] = []
-        self._was_torn = False
+        self._is_invalidated = False
 
-    def tear(self) -> None:
+    def invalidate(self) -> None:
         """Count the sent gradients as changed, regardless of their versions."""
-        self._was_torn = True
+        self._is_invalidated = True
 
     @property
-    def is_torn(self) -> bool:
+    def is_stale(self) -> bool:
         """Whether a gradient has changed after its departure, so that ranks have summed something else."""
-        return self._was_torn or any(view._version != version for view, version in self._left)
+        return self._is_invalidated or any(view._version != version for view, version in self._left)
 
     def go_on(self, come: Callable[[int], Sequence[Tensor] | None]) -> None:
         """Continue while nothing has to be waited for.

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Collection
 
-from stretto.engine.inquiry import ANSWER_SECONDS, closed_ranks
+from stretto.engine.stall_diagnosis import ANSWER_SECONDS, closed_ranks
 from stretto.engine.watcher import Watcher
 from stretto.errors import (
     CommunicationError,

@@ -33,7 +33,7 @@ _POLL_SECONDS = 0.05
 """Seconds between two counts of the answers."""
 
 
-class Inquiry:
+class StallDiagnosis:
     """One wait that lasts.
 
     Args:

@@ -55,7 +55,7 @@ Carried: TypeAlias = tuple[list[Buffer], Tensor | None, list[Buffer], list[Buffe
 """A round's buffers: the snapshot, its changes, the agreed values, the finite ones, and rank 0's."""
 
 
-class Statistics:
+class BufferSync:
     """The floating-point buffers of one model: their live values and the values that ranks last agreed on.
 
     Args:
@@ -77,7 +77,7 @@ class Statistics:
         self.first = [index for index, name in enumerate(self.names) if choices.of(name) == "rank0"]
         """Those of which all ranks take rank 0's."""
         self.agreed: list[Buffer] = [buffer.detach().clone() for buffer in named.values()]
-        """Values that are equal on all ranks; they change at landings only. None where ranks do not agree."""
+        """Values that are equal on all ranks; they change at installs only. None where ranks do not agree."""
         self.sound = self.agreed
         """The values to restore after a skipped round: the agreed values, or, if ranks step alone, this rank's values
         after its last round that counted. No code may write them.
@@ -115,16 +115,14 @@ class Statistics:
 
         A skipped round may have written NaN here: the values from before are restored first.
         """
-        averages = landing.reduction.statistics
+        averages = landing.reduction.buffer_means
         if landing.reduction.skipped:
             self._put(dict(enumerate(self.sound)))
-        self._put(moved(self.live, landing.statistics, averages, self.first))
+        self._put(moved(self.live, landing.buffers, averages, self.first))
         for index, average in averages.items():
-            if average is None and landing.statistics[index] is not None and index not in self._told:
+            if average is None and landing.buffers[index] is not None and index not in self._told:
                 self._told.add(index)
-                warnings.warn(
-                    _told(self.names[index], landing.statistics[index]), RuntimeWarning, stacklevel=2
-                )
+                warnings.warn(_told(self.names[index], landing.buffers[index]), RuntimeWarning, stacklevel=2)
             self.agreed[index] = average
         if landing.reduction.alone:
             self.go_on_from_live()
@@ -140,7 +138,7 @@ class Statistics:
 
     def agreed_after(self, landing: Landing | None) -> list[Buffer]:
         """Return what ranks will agree on once `landing`, if there is one, is installed."""
-        brought = {} if landing is None else landing.reduction.statistics
+        brought = {} if landing is None else landing.reduction.buffer_means
         return [brought.get(index, value) for index, value in enumerate(self.agreed)]
 
     def agree(self) -> None:
@@ -283,7 +281,7 @@ def _of_elements(flags: Mapping[int, Tensor], indices: Sequence[int], like: Sequ
     return torch.cat([flags[i].expand(n.numel()) for i, n in zip(indices, shapes, strict=True)]).bool()
 
 
-def average_statistics(
+def average_buffers(
     exchange: Exchange,
     own: Sequence[Buffer],
     changed: Sequence[int],
@@ -362,7 +360,7 @@ def as_written(before: Sequence[Buffer], now: Sequence[Buffer], agreed: Sequence
     return [value if is_written else old for is_written, value, old in triples]
 
 
-def agreed_at_rest(exchange: Exchange, statistics: Statistics, shown: Sequence[Buffer]) -> list[Buffer]:
+def average_at_rest(exchange: Exchange, buffer_sync: BufferSync, shown: Sequence[Buffer]) -> list[Buffer]:
     """Return the buffers on which ranks agree at rest; all ranks must call.
 
     Args:
@@ -370,15 +368,15 @@ def agreed_at_rest(exchange: Exchange, statistics: Statistics, shown: Sequence[B
         statistics: The agreed values so far. shown: The values that this rank would show: the agreed values, or later
             writes.
     """
-    records = exchange.gather_bytes(changes_of(statistics.agreed, shown))
+    records = exchange.gather_bytes(changes_of(buffer_sync.agreed, shown))
     on_any = [functools.reduce(operator.or_, flags) for flags in zip(*records, strict=True)]
-    means = average_statistics(exchange, shown, on_any, [1] * len(records), statistics.first)
+    means = average_buffers(exchange, shown, on_any, [1] * len(records), buffer_sync.first)
     return [means.get(index, value) for index, value in enumerate(shown)]
 
 
 def newest_at_rest(
     exchange: Exchange,
-    statistics: Statistics,
+    buffer_sync: BufferSync,
     means: Sequence[Buffer],
     snapshot: Sequence[Buffer],
     averages: Mapping[int, Buffer],
@@ -387,13 +385,13 @@ def newest_at_rest(
 
     Args:
         exchange: Connects the ranks.
-        statistics: This rank's.
+        buffer_sync: This rank's.
         means: Of the ranks' present values, if any rank has contributed since a departure; otherwise the values
             agreed before. snapshot: This rank's at that departure. averages: Of the ranks' snapshots, by index; newer
             than the last installed values, if no rank has contributed since.
     """
-    is_older = [mean is agreed for mean, agreed in zip(means, statistics.agreed, strict=True)]
+    is_older = [mean is agreed for mean, agreed in zip(means, buffer_sync.agreed, strict=True)]
     newest = [averages.get(i, mean) if is_older[i] else mean for i, mean in enumerate(means)]
     if not (newest and all(is_older)):
         return newest
-    return agreed_at_rest(exchange, statistics, as_written(snapshot, statistics.copies, newest))
+    return average_at_rest(exchange, buffer_sync, as_written(snapshot, buffer_sync.copies, newest))
