@@ -446,11 +446,9 @@ class DataParallel:
     # Micro-batches
 
     def _count(self, weight: float, loss: Tensor | None, samples: int | None) -> Update | None:
-        where = self._compute.where
-        if not self.feeding.has_begun:
-            samples = 1 if samples is None else misuse.read_samples(samples, where)
-            return self._compute.count(weight, loss, samples, samples)
-        samples = self.feeding.num_samples if samples is None else misuse.read_samples(samples, where)
+        samples = (
+            self.feeding.num_samples if samples is None else misuse.read_samples(samples, self._compute.where)
+        )
         self.feeding.counts()
         fresh = self.feeding.input.note(loss, weight, samples)
         return self.feeding.arrived(self._compute.count(weight, loss, samples, fresh))

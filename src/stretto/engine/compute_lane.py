@@ -21,7 +21,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from stretto.echo.loader import check_unfed
 from stretto.engine import misuse
 from stretto.engine.accumulation import Accumulate, Accumulation, GradientBuffer
 from stretto.engine.buffer_sync import Carried, as_written, at, average_at_rest
@@ -328,8 +327,6 @@ class ComputeLane:
         self, weight: float, loss: Tensor | None, samples: int, fresh_samples: int, lacks: bool = False
     ) -> Update | None:
         """Count one micro-batch whose gradients have arrived, unless it may lack any; close and install full rounds."""
-        if not self.num_counted:
-            check_unfed(sum(self.quota.minima) if self.quota.is_fixed else None, self.where)
         self.submit_if_ready()
         if weight > 0 and not (self.accumulation.has_arrived or lacks):
             self.model.check_complete(self.where)

@@ -146,7 +146,10 @@ class StallDiagnosis:
                 kind, f"{reason}, though every rank is there and waits: {_differing(waits)}", []
             )
         if kind is PeerSilent:
-            advice = "look at what these ranks do, or raise Options(timeout_seconds=...)"
+            advice = (
+                "look at what these ranks do, or raise Options(timeout_seconds=...); several jobs must be made and "
+                "trained in one order on all ranks"
+            )
             return self._found(kind, f"{reason} from ranks {missing}; {advice}", missing)
         quiet = [rank for rank in missing if rank in beats and watcher.beats.get(rank) == beats[rank]]
         return self._found(kind, _died(quiet or missing, reason), quiet or missing)

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias, TypeVar
 
-from stretto.echo.loader import EchoLoader
+from stretto.echo.loader import EchoLoader, check_unfed
 from stretto.echo.statistics import InputStatistics
 from stretto.engine import Job
 from stretto.engine.compute_lane import Until
@@ -262,7 +262,9 @@ class Feed:
 
     def counts(self) -> None:
         """The loop is about to count a micro-batch."""
-        current = self._pass
+        current, quota = self._pass, self._compute.quota
+        if not self._is_feeding:
+            check_unfed(sum(quota.minima) if quota.is_fixed else None, self._compute.where)
         if current is None:
             return
         if self._num_late is not None:
