@@ -34,7 +34,7 @@ from stretto.machine import describe_environment
 from stretto_lab.observe import replace_json
 from stretto_lab.recipes import DigitsResNet
 from stretto_lab.train.configuration import RunConfig
-from stretto_lab.train.launch import LocalRanks, train
+from stretto_lab.train.launch import Ranks, train
 from stretto_lab.train.slow_loader import SlowStore
 from stretto_lab.virtual import Compute, VirtualCluster, VirtualGroup, VirtualStore, parse_network
 
@@ -276,7 +276,7 @@ def two_ranks(
 
     A run is compared with the mean of the fast ones before and after, because the machine's own speed drifts.
     """
-    ranks = LocalRanks(2)
+    ranks = Ranks.local(2)
     task = DigitsResNet()
 
     def measured(echo: str, slow_loader: str) -> dict[str, Any]:

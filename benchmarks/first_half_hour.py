@@ -93,10 +93,10 @@ def one(name: str, device: str) -> dict[str, Any]:
     begun = time.perf_counter()
     try:
         if CHECKS[name].ranks:
-            from stretto_lab.train.launch import LocalRanks
+            from stretto_lab.train.launch import Ranks
 
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            facts = LocalRanks(CHECKS[name].ranks).call(perform_rank, name, device)[0]
+            facts = Ranks.local(CHECKS[name].ranks).call(perform_rank, name, device)[0]
         else:
             facts = perform(name, device)
         verdict: dict[str, Any] = {"passed": True, "facts": facts}

@@ -35,7 +35,7 @@ from stretto_lab.observe import replace_json
 from stretto_lab.recipes import DigitsResNet, StdlibGPT
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.configuration import RunConfig
-from stretto_lab.train.launch import LocalRanks, train
+from stretto_lab.train.launch import Ranks, train
 
 ARMS = ("ddp", "accumulate", "interval", "coin", "coin+state", "unechoed")
 SETTINGS = {
@@ -104,7 +104,7 @@ def real(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Train every arm of a setting in turn on two workers; return what each of them took, seed by seed."""
     setting = SETTINGS[name]
     slow_loader = options.slow_loader or f"{1000 * setting.model.load_seconds:g}"
-    ranks = LocalRanks(2)
+    ranks = Ranks.local(2)
     found = []
     for seed in range(options.seeds):
         for each in setting.arms:

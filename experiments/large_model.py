@@ -27,7 +27,7 @@ from stretto_lab.recipes.language import Language
 from stretto_lab.recipes.rows import Heldout
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.configuration import RunConfig
-from stretto_lab.train.launch import LocalRanks
+from stretto_lab.train.launch import Ranks
 from stretto_lab.train.rank import train_rank
 
 ARMS = (
@@ -69,7 +69,7 @@ def tried(arm: str, model: Path, options: argparse.Namespace) -> dict[str, Any]:
     run = RunConfig(
         task=task, strategy=arm, updates=options.updates, micro_batches=2, workers=WORKERS, tensorboard=False
     ).run_of(parse_arm(arm))
-    ranks = LocalRanks(WORKERS).call(train_rank, run, 1, False)
+    ranks = Ranks.local(WORKERS).call(train_rank, run, 1, False)
     strategy = parse_arm(arm).strategy()
     # The parameters are there before the model is wrapped.
     held = ledger_of(strategy).memory_bytes(strategy, parameter=4, accumulation=4, world_size=WORKERS) - 4

@@ -16,7 +16,7 @@ from torch import nn
 
 import stretto
 from stretto.groups import Link
-from stretto_lab.train.launch import LocalRanks
+from stretto_lab.train.launch import Ranks
 from stretto_lab.train.workers import RankInfo, joined_group
 
 LINES = 10
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=500)
     parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
-    for lines in LocalRanks(options.ranks).call(many_jobs, options.jobs):
+    for lines in Ranks.local(options.ranks).call(many_jobs, options.jobs):
         print("\n".join(lines))
 
 

@@ -19,7 +19,7 @@ from stretto.engine.watcher import last_sign, store_of
 from stretto.errors import PeerFailed, PeerSilent, WorkerFailed
 from stretto.groups import Link, private_group
 from stretto.groups.collectives import Call
-from stretto_lab.train.launch import LocalRanks
+from stretto_lab.train.launch import Ranks
 from stretto_lab.train.workers import RankInfo, joined_group
 from tests.draws import part
 from tests.errors.test_failures import SECONDS_TO_NOTICE, default_store
@@ -246,7 +246,7 @@ def killed_beside_a_group_that_hears_nothing(info: RankInfo) -> None:
 
 def test_the_supervisor_of_local_workers_tells_the_others_of_a_death_at_once() -> None:
     with pytest.raises(WorkerFailed) as caught:
-        LocalRanks(2).call(killed_beside_a_group_that_hears_nothing)
+        Ranks.local(2).call(killed_beside_a_group_that_hears_nothing)
     assert says(caught.value, "rank 1 of 2 local workers failed: the process was killed by SIGKILL")
     assert says(
         caught.value,

@@ -14,7 +14,7 @@ from stretto_lab.patience import clock
 from tests.draws import seeds
 from tests.observe.updates import update
 
-HEADER = Header(title="acco on 2 workers", updates=10, seconds=None)
+HEADER = Header(updates=10, seconds=None)
 
 
 def test_it_prints_a_line_at_the_first_and_at_the_last_update(capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,7 +29,7 @@ def test_it_prints_a_line_at_the_first_and_at_the_last_update(capsys: pytest.Cap
     assert evaluation == "held-out loss 5.5000 after 0 updates"
     assert begin == "update 1/10  loss 1.0000"
     # Over the four updates after the first, of two seconds of training each; five updates are left.
-    assert end == ("update 5/10  loss 3.5000  50 samples/s  exposed 12.5%  lane 25%  12.0 Mbit/s  0:10 left")
+    assert end == ("update 5/10  loss 3.5000  50 samples/s  waiting 12.5%  network busy 25%  0:10 left")
 
 
 def test_losses_of_tokens_have_their_perplexity(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,7 +67,7 @@ def test_an_incident_is_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) ->
 def test_a_run_that_time_ends_shows_the_time_left(
     seconds: float, left: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    progress = Progress(Header(title="", updates=None, seconds=seconds))
+    progress = Progress(Header(updates=None, seconds=seconds))
     progress.updated(update(1), 10.0)
     progress.updated(update(2), 20.0)
     progress.close()
@@ -81,7 +81,7 @@ def test_a_run_that_data_end_shows_their_share_and_the_time_left_by_its_rate(
     """Under a clock or an echo an update takes of them what it takes: their rate is that of the last updates."""
     draw = random.Random(seed)
     spent, seconds = [draw.uniform(0, 0.5)], [draw.uniform(0, 99)]  # a resumed run has spent some
-    progress = Progress(Header(title="", updates=None, seconds=None, samples=500_000))
+    progress = Progress(Header(updates=None, seconds=None, samples=500_000))
     progress.follows(is_stopped=bool, share=lambda: spent[-1])
     for step in range(1, draw.randint(2, 20)):
         spent.append(spent[-1] + draw.uniform(0, 0.025))
@@ -107,11 +107,11 @@ def test_a_stop_is_told_after_silence_too(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 ENDS: list[tuple[dict[str, float], str]] = [
-    ({"fresh": 4, "wait_seconds": 0.5}, "left  wait 25.0%"),
+    ({"fresh": 4, "wait_seconds": 0.5}, "left  waiting for data 25.0%"),
     ({"echoed": 4}, "left  0% fresh batches"),  # no update had a first use
     (
         {"fresh": 1, "echoed": 3, "first_use_loss": 3.0, "wait_seconds": 0.5},
-        "left  25% fresh batches, loss on them 3.0000  wait 25.0%",
+        "left  25% fresh batches, loss on them 3.0000  waiting for data 25.0%",
     ),
 ]
 

@@ -23,7 +23,7 @@ from stretto_lab.plan.ranking import RARE
 from stretto_lab.recipes import DigitsResNet
 from stretto_lab.recipes.own import own_recipe
 from stretto_lab.train.arms import parse_arm
-from stretto_lab.train.launch import LocalRanks
+from stretto_lab.train.launch import Ranks
 from tests.draws import draws, part, seeds
 from tests.plan.machine import BUCKET_BYTES, MACHINE, priced, seconds
 from tests.terminal import print_on_a_terminal
@@ -231,7 +231,7 @@ def test_the_command_says_what_to_use_first_and_why_then(
 def test_ranks_on_nodes_measure_both_links() -> None:
     """Every rank has 40 Mbit/s of its own here, so the two ranks of a node have twice as much."""
     job = PlanConfig(task=own_recipe(TINY), ranks_per_node=2, link="40mbit")
-    found = LocalRanks(4).call(measure, job, 2)[0]
+    found = Ranks.local(4).call(measure, job, 2)[0]
     assert found.ranks_per_node == 2
     assert found.link.bits_per_second == pytest.approx(8e7, rel=0.15)
     assert found.inside.bits_per_second == pytest.approx(4e7, rel=0.15)

@@ -12,7 +12,7 @@ from stretto.strategies.ledger import ledger_of
 from stretto_lab.cli.screens import recommendation
 from stretto_lab.plan import Machine, PlanConfig, rank_by_time
 from stretto_lab.plan.measure import measure
-from stretto_lab.train.launch import LocalRanks
+from stretto_lab.train.launch import Ranks
 from tests.plan.machine import MACHINE, priced, seconds
 from tests.train.tiny import Tiny
 
@@ -56,7 +56,7 @@ def test_the_first_line_says_how_to_train_so() -> None:
 
 
 def test_a_node_of_shards_is_measured_as_one_rank() -> None:
-    measured = LocalRanks(4).call(measure, PlanConfig(task=Tiny(normed=False, width=64), shard=2), 2)
+    measured = Ranks.local(4).call(measure, PlanConfig(task=Tiny(normed=False, width=64), shard=2), 2)
     assert len({one.link for one in measured}) == 1
     machine = measured[0]
     assert (machine.ranks, machine.shards) == (2, 2)

@@ -18,7 +18,7 @@ from stretto_lab.faults import Fault
 from stretto_lab.observe import read_json_lines
 from stretto_lab.recipes import Loss, Task
 from stretto_lab.train.configuration import RunConfig
-from stretto_lab.train.launch import LocalRanks, train
+from stretto_lab.train.launch import Ranks, train
 from stretto_lab.train.outcome import prepare_run_folder
 from stretto_lab.train.workers import host_store
 from tests.draws import part
@@ -135,7 +135,7 @@ def test_a_run_whose_worker_is_killed_goes_on_to_its_end(
     monkeypatch.chdir(tmp_path)
     on_a_slow_link = {"link": "100mbit,1ms", "slow": {2: 1.5}} if victim else {}
     run = dataclasses.replace(mortal(victim=victim), **on_a_slow_link)
-    outcome = train(LocalRanks(3), run, shows_progress=False)
+    outcome = train(Ranks.local(3), run, shows_progress=False)
     assert outcome.updates == 30
     assert [record["step"] for record in read_json_lines(Path("run/updates.jsonl"))] == list(range(1, 31))
     records = read_json_lines(Path("run/updates.jsonl"))
@@ -157,7 +157,7 @@ def test_nobody_waits_for_what_a_new_process_builds_and_nobody_builds_twice(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = dataclasses.replace(mortal(Awaited), updates=None, samples=None, to_loss=0.5)
-    train(LocalRanks(3), run, shows_progress=False)
+    train(Ranks.local(3), run, shows_progress=False)
     ranks = [len(record["micro_batches"]) for record in read_json_lines(Path("run/updates.jsonl"))]
     assert [count for count, _ in itertools.groupby(ranks)][-2:] == [2, 3]
     assert ranks.count(2) >= MORE_UPDATES
@@ -175,7 +175,9 @@ def test_a_node_that_has_lost_a_worker_comes_in_again_whole(
     monkeypatch.chdir(tmp_path)
     run = dataclasses.replace(mortal(Awaited, workers=4, victim=2, normed=False), **how)
     train(
-        LocalRanks(4), dataclasses.replace(run, updates=None, samples=None, to_loss=0.5), shows_progress=False
+        Ranks.local(4),
+        dataclasses.replace(run, updates=None, samples=None, to_loss=0.5),
+        shows_progress=False,
     )
     found = [record["micro_batches"] for record in read_json_lines(Path("run/updates.jsonl"))]
     in_shards = "shard" in how  # where a node counts as one
@@ -194,13 +196,13 @@ def test_where_no_node_is_whole_any_more_the_run_ends_and_says_so(
     monkeypatch.chdir(tmp_path)
     run = dataclasses.replace(mortal(workers=2, ranks_per_node=2), restarts=0)
     with pytest.raises(WorkerFailed, match=r"no worker reached the end: .* no whole node; .* stretto resume"):
-        train(LocalRanks(2), run, shows_progress=False)
+        train(Ranks.local(2), run, shows_progress=False)
 
 
 def test_an_error_that_a_worker_raises_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(WorkerFailed, match=r"worker 1 failed: (.|\n)*ArithmeticError: of the user's"):
-        train(LocalRanks(3), mortal(raises=True), shows_progress=False)
+        train(Ranks.local(3), mortal(raises=True), shows_progress=False)
 
 
 @pytest.mark.long
@@ -208,7 +210,7 @@ def test_a_worker_that_guards_name_is_left_out_and_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert train(LocalRanks(3), mortal(Named), shows_progress=False).updates == 30
+    assert train(Ranks.local(3), mortal(Named), shows_progress=False).updates == 30
     assert "worker 1 is removed (" in (printed := capfd.readouterr().out)
     assert "replaces it" not in printed
     ranks = [len(record["micro_batches"]) for record in read_json_lines(Path("run/updates.jsonl"))]

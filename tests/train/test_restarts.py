@@ -13,7 +13,7 @@ from stretto.guards.left_out import to_leave_out
 from stretto_lab.faults import Fault, faults_text
 from stretto_lab.observe import read_json_lines
 from stretto_lab.train.configuration import RunConfig
-from stretto_lab.train.launch import LocalRanks
+from stretto_lab.train.launch import Ranks
 from stretto_lab.train.outcome import prepare_run_folder
 from stretto_lab.train.restarts import ranks_per_node, train_on
 from stretto_lab.train.workers import RankInfo
@@ -41,7 +41,7 @@ def persist(run: RunConfig[Tiny]) -> list[str]:
     """Train as `stretto train` does, and return what it tells its user beside the progress."""
     lines: list[str] = []
     prepare_run_folder(run)
-    train_on(LocalRanks(run.workers), run, lines.append)
+    train_on(Ranks.local(run.workers), run, lines.append)
     return "\n".join(lines).splitlines()
 
 
@@ -138,7 +138,7 @@ def place(info: RankInfo) -> tuple[int, int, int, int]:
 
 
 def test_those_that_stay_keep_their_devices() -> None:
-    assert LocalRanks(3).without([1]).call(place) == [(0, 2, 0, 3), (1, 2, 2, 3)]
+    assert Ranks.local(3).without([1]).call(place) == [(0, 2, 0, 3), (1, 2, 2, 3)]
 
 
 @pytest.mark.parametrize(

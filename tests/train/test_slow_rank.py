@@ -12,7 +12,7 @@ from stretto_lab.cli import main
 from stretto_lab.observe import read_json_lines
 from stretto_lab.train.comparison import compare
 from stretto_lab.train.configuration import CompareConfig, RunConfig
-from stretto_lab.train.launch import LocalRanks
+from stretto_lab.train.launch import Ranks
 from stretto_lab.train.outcome import Outcome, prepare_run_folder
 from stretto_lab.train.rank import RankContext, train_at
 from stretto_lab.virtual import Compute, VirtualCluster, VirtualGroup, parse_network
@@ -84,5 +84,5 @@ def test_a_comparison_slows_every_arm_down_and_its_records_say_so() -> None:
     comparison = CompareConfig(
         task=Tiny(), strategies=("zero1", "acco:clock=1,4"), updates=4, slow={1: 2.0}, evaluate_every=None
     )
-    compare(comparison, LocalRanks(2), lambda line: None)
+    compare(comparison, Ranks.local(2), lambda line: None)
     assert json.loads(Path("runs/comparison/compare.json").read_text())["comparison"]["slow"] == {"1": 2.0}

@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from stretto.errors import CommunicationError, ConfigError, WorkerFailed
 from stretto.groups import Link, deaths
-from stretto_lab.train.launch import LocalRanks
+from stretto_lab.train.launch import Ranks
 from stretto_lab.train.workers import RankInfo, host_store, joined_group, run_workers, store_of
 from tests.processes import Command
 from tests.train.test_processes import tell_and_wait
@@ -110,7 +110,7 @@ def listens_at(info: RankInfo) -> list[str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sockets are looked up in /proc")
 def test_local_ranks_and_their_store_listen_at_the_loopback_address_alone() -> None:
-    ranks = LocalRanks(2)
+    ranks = Ranks.local(2)
     store = ranks._store.port
     with pytest.raises(ConnectionRefusedError):  # which a store that listens at all addresses would accept
         socket.create_connection(("127.0.0.2", store), timeout=5)

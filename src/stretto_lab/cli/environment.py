@@ -5,7 +5,7 @@ import os
 import sys
 
 from stretto.groups import is_hosted_by_agent, launched_rank, meeting_point
-from stretto_lab.train.launch import JoinedRank, LocalRanks, Ranks
+from stretto_lab.train.launch import Ranks
 from stretto_lab.train.workers import DeviceKind, RankInfo, local_workers
 
 
@@ -23,10 +23,10 @@ def find_ranks(workers: int | None, device: DeviceKind = "cpu") -> Ranks:
     if launched is not None:
         host, port = meeting_point(launched, os.environ)
         info = RankInfo(**dataclasses.asdict(launched), host=host, port=port)
-        return JoinedRank(info, hosts_store=info.rank == 0 and not is_hosted_by_agent(os.environ))
+        return Ranks([info], hosts_store=info.rank == 0 and not is_hosted_by_agent(os.environ))
     # Without it Gloo looks up the machine's own name, which fails on many machines.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    return LocalRanks(local_workers(workers, device))
+    return Ranks.local(local_workers(workers, device))
 
 
 def is_joined() -> bool:

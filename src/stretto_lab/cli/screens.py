@@ -11,10 +11,11 @@ from stretto.strategies.ledger import ledger_of
 from stretto_lab.cli.options import shown
 from stretto_lab.cli.run_folder import resume_command
 from stretto_lab.evidence import SMALL
+from stretto_lab.observe import speed_text
 from stretto_lab.patience import fold
 from stretto_lab.plan import UNEQUAL, Machine, Price, Ranking
 from stretto_lab.recipes import TaskConfig
-from stretto_lab.recipes.task import loss_unit
+from stretto_lab.recipes.task import loss_unit, tokens_per_sample
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.configuration import RunConfig
 from stretto_lab.train.outcome import Outcome
@@ -34,7 +35,7 @@ def print_run(outcome: Outcome, run: RunConfig[TaskConfig], *, is_on_a_link: boo
     """
     if outcome.sample is not None:
         print(f"a sample:\n{fold(outcome.sample)}\n")
-    print(f"{outcome.updates} updates in {outcome.training_seconds:.1f} s{_since(outcome)}")
+    print(f"{outcome.updates} updates in {outcome.training_seconds:.1f} s{_since(outcome, run.task)}")
     print(_heldout(outcome, run.task))
     if outcome.accuracy is not None:
         print(f"held-out accuracy {outcome.accuracy:.1%}")
@@ -62,13 +63,15 @@ def _heldout(outcome: Outcome, task: TaskConfig) -> str:
     return f"held-out loss {outcome.heldout_before:.4f}{unit} before, {outcome.heldout_loss:.4f}{unit} after"
 
 
-def _since(outcome: Outcome) -> str:
-    """Return the rate of the updates made here, and which they are where the run continued from others."""
-    rate = "" if outcome.samples_per_second is None else f", {outcome.samples_per_second:,.0f} samples/s"
+def _since(outcome: Outcome, task: TaskConfig) -> str:
+    """Return memory and the rate of the updates made here, and which they are where the run continued from others."""
+    speed = outcome.samples_per_second
+    text = "" if speed is None else f", {speed_text(speed, tokens_per_sample(task))}"
+    text += f", {outcome.peak_bytes / 1e6:,.0f} MB of memory"
     if not outcome.resumed_from:
-        return rate
+        return text
     here = outcome.updates - outcome.resumed_from
-    return f"; {here} of them here, in {outcome.training_seconds - outcome.seconds_before:.1f} s{rate}"
+    return f"; {here} of them here, in {outcome.training_seconds - outcome.seconds_before:.1f} s{text}"
 
 
 def _behind(outcome: Outcome) -> str:
@@ -94,10 +97,10 @@ def _megabytes(num_bytes: float) -> str:
 
 def print_simulation(outcome: Outcome, simulation: SimulateConfig[TaskConfig], recipe: str) -> None:
     """Print the outcome of a simulated run of a recipe, whose times are virtual, and what to do next."""
-    rate, seconds = outcome.samples_per_second, outcome.training_seconds
+    speed, seconds = outcome.samples_per_second, outcome.training_seconds
     print(
         f"{outcome.updates} updates in {seconds:.3f} virtual s"
-        + ("" if rate is None else f", {rate:,.0f} samples/s")
+        + ("" if speed is None else f", {speed_text(speed, tokens_per_sample(simulation.task))}")
     )
     if outcome.exposed_seconds is not None and seconds:
         print(f"rank 0 waited for communication {outcome.exposed_seconds / seconds:.1%} of the time")

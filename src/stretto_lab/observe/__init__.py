@@ -1,7 +1,7 @@
 """What a run shows and keeps: records, lines, tables."""
 
 from stretto.json_lines import JsonLines, append_json_line, read_json_lines, replace_json
-from stretto_lab.observe.progress import Header, Progress
+from stretto_lab.observe.progress import Header, Progress, speed_text
 from stretto_lab.observe.records import Observer, StrikeRecorder, strikes_file
 from stretto_lab.observe.stages import Stages
 from stretto_lab.observe.tables import print_comparison
@@ -17,5 +17,6 @@ __all__ = [
     "print_comparison",
     "read_json_lines",
     "replace_json",
+    "speed_text",
     "strikes_file",
 ]

@@ -24,8 +24,6 @@ LANDING = "Stretto finishes and saves this update; a second stop ends at once"
 class Header:
     """What does not change during a run."""
 
-    title: str
-    """Strategy, workers, link, folder."""
     updates: int | None
     """Committed updates until the end; None where they do not end the run."""
     seconds: float | None
@@ -36,12 +34,14 @@ class Header:
     """Whether the run has a virtual clock, so that its seconds are not those of who looks on."""
     loss_unit: str = ""
     """Of its losses, after a space."""
+    tokens_per_sample: int | None = None
+    """Of a language model."""
     is_passing: bool = False
     """Whether it is one of many: nothing of it stays on the screen, and a line comes only after some silence."""
 
 
 class Progress(Observer):
-    """Shows loss, samples per second, exposed communication, the communication lane, and the time left."""
+    """Shows loss, speed, the shares of time that ranks wait and the network is busy, and the time left."""
 
     def __init__(self, header: Header) -> None:
         self._header = header
@@ -131,16 +131,15 @@ class Progress(Observer):
         parts = [
             f"update {self._step_text()}",
             f"loss {averages.loss:.4f}",
-            f"{averages.samples_per_second:,.0f} samples/s",
-            f"exposed {averages.exposed_share:.1%}",
-            f"lane {averages.lane_share:.0%}",
-            f"{8 * averages.bytes_per_second / 1e6:,.1f} Mbit/s",
+            speed_text(averages.samples_per_second, self._header.tokens_per_sample),
+            f"waiting {averages.exposed_share:.1%}",
+            f"network busy {averages.lane_share:.0%}",
             self._left_text(),
         ]
         if averages.is_echoed:
             parts.append(averages.echo_text)
         if averages.waits:
-            parts.append(f"wait {averages.wait_share:.1%}")
+            parts.append(f"waiting for data {averages.wait_share:.1%}")
         return "  ".join(parts)
 
     def _step_text(self) -> str:
@@ -164,6 +163,13 @@ class Progress(Observer):
             return "unknown left"
         shortest = clock(min(left))
         return f"{shortest} of virtual time left" if self._header.is_virtual else f"{shortest} left"
+
+
+def speed_text(samples_per_second: float, tokens_per_sample: int | None) -> str:
+    """Return a speed as people of the field state it: in tokens of a language model, else in samples."""
+    if tokens_per_sample is None:
+        return f"{samples_per_second:,.0f} samples/s"
+    return f"{samples_per_second * tokens_per_sample:,.0f} tokens/s"
 
 
 class _Moment(NamedTuple):
@@ -191,7 +197,6 @@ class _Averages:
         self.samples_per_second = sum(update.samples for update in updates) / seconds
         self.exposed_share = sum(update.exposed_seconds for update in updates) / seconds
         self.lane_share = sum(update.lane_seconds for update in updates) / seconds
-        self.bytes_per_second = sum(update.sent_bytes for update in updates) / seconds
         self.wait_share = sum(update.wait_seconds for update in updates) / seconds
         self.waits = self.wait_share >= 0.01
         """Whether waiting for data takes a part of the time that is worth a place."""

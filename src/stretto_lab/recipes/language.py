@@ -137,6 +137,11 @@ class Language:
         own = dataclasses.replace(self.own_tokens, folder=str(Path(folder, "tokenizer")))
         return dataclasses.replace(self, own_tokens=own)
 
+    @property
+    def tokens_per_sample(self) -> int:
+        """Tokens that the model reads of a sample."""
+        return self.length
+
     def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
         """Build the task of one rank; see `TaskConfig.build` for arguments and errors."""
         train, heldout = self._sides()

@@ -61,6 +61,11 @@ class StdlibGPT:
         check_at_least(self, context=1, batch=1, lr=0, evaluation_windows=1, sample=0)
         shape_of(self.size)
 
+    @property
+    def tokens_per_sample(self) -> int:
+        """Tokens that the model reads of a sample."""
+        return self.context
+
     def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
         """Build the task of one rank; see `TaskConfig.build` for arguments and errors."""
         corpus, tokens = read_corpus(self.data), Bytes()

@@ -51,6 +51,12 @@ def loss_unit(task: object) -> str:
     return f" {unit}" if unit else ""
 
 
+def tokens_per_sample(task: object) -> int | None:
+    """Return how many tokens a sample of a language model has; None where a recipe's options do not say."""
+    found: int | None = getattr(task, "tokens_per_sample", None)
+    return found
+
+
 @runtime_checkable
 class OverFiles(Protocol):
     """Options of a task that reads files of the user's own."""

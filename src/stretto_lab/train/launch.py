@@ -2,17 +2,18 @@
 
 import copy
 import dataclasses
+import itertools
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from stretto.errors import ConfigError, CorruptionError, WorkerFailed
 from stretto_lab.train.configuration import RunConfig, TaskT
 from stretto_lab.train.outcome import Outcome
 from stretto_lab.train.quarantine import note_damage
 from stretto_lab.train.rank import surviving_rank, train_rank
-from stretto_lab.train.replaced import Damaged, run_replaced
+from stretto_lab.train.replaced import run_replaced
 from stretto_lab.train.workers import RankInfo, host_store, run_workers
 
 T = TypeVar("T")
@@ -21,30 +22,74 @@ STEADY_AFTER = 3
 """First updates that the measured rate of a run skips: memory is new, and overlapping only begins."""
 
 
-class Ranks(Protocol):
-    """Ranks that can train any number of times, each time in new processes, so that peak memory is each run's own."""
+class Ranks:
+    """Ranks that can train any number of times, each time in new processes, so that peak memory is each run's own.
+
+    Args:
+        infos: Those that this process starts; a launcher may have started others.
+        hosts_store: Whether this process opens the store; otherwise another one does.
+    """
+
+    def __init__(self, infos: Sequence[RankInfo], *, hosts_store: bool) -> None:
+        self._infos = infos
+        if hosts_store:  # for as long as this object lives, so that the store outlives every rank
+            self._store = host_store(infos[0].host, infos[0].port)
+            self._infos = [dataclasses.replace(info, port=self._store.port) for info in infos]
+        self._runs = itertools.count(1)
+
+    @classmethod
+    def local(cls, workers: int) -> Self:
+        """Return so many ranks on this machine."""
+        infos = [
+            RankInfo(
+                rank=rank,
+                world_size=workers,
+                local_rank=rank,
+                local_world_size=workers,
+                host="127.0.0.1",
+                port=0,
+            )
+            for rank in range(workers)
+        ]
+        return cls(infos, hosts_store=True)
 
     @property
     def world_size(self) -> int:
         """How many ranks there are."""
-        ...
+        return self._infos[0].world_size
 
     @property
     def local_world_size(self) -> int:
-        """How many of them share this machine's devices."""
-        ...
+        """How many ranks share this machine's devices; how many there were at first."""
+        return self._infos[0].local_world_size
 
     @property
     def is_first(self) -> bool:
         """Whether this process makes folders, writes results and prints them."""
-        ...
+        return self._infos[0].rank == 0
 
-    def without(self, ranks: Collection[int]) -> "Ranks | None":
-        """Return all ranks but these, numbered again; None where this process did not start the others."""
-        ...
+    @property
+    def are_local(self) -> bool:
+        """Whether this process starts all of them."""
+        return len(self._infos) == self.world_size
+
+    def without(self, ranks: Collection[int]) -> Self | None:
+        """Return all ranks but these, numbered anew, each on its device; None where a launcher has started them."""
+        if not self.are_local:
+            return None
+        remaining, kept = copy.copy(self), [info for info in self._infos if info.rank not in ranks]
+        remaining._infos = [
+            dataclasses.replace(info, rank=rank, world_size=len(kept)) for rank, info in enumerate(kept)
+        ]
+        return remaining
+
+    def of_next_run(self) -> list[RankInfo]:
+        """Return the ranks with keys in the store that no other run has."""
+        prefix = str(next(self._runs))
+        return [dataclasses.replace(info, store_prefix=prefix) for info in self._infos]
 
     def call(self, function: Callable[..., T], *args: Any) -> list[T]:
-        """Call `function(info, *args)` on every rank that this process starts and return their results.
+        """Call `function(info, *args)` in a new process for each rank, and return their results.
 
         Args:
             function: Importable, like its arguments and result picklable.
@@ -53,107 +98,7 @@ class Ranks(Protocol):
         Raises:
             WorkerFailed: A rank failed; names it and the cause.
         """
-        ...
-
-
-class LocalRanks:
-    """Starts all ranks on this machine; this process hosts the store, so that the store outlives every rank.
-
-    Args:
-        workers: How many.
-    """
-
-    is_first = True
-
-    def __init__(self, workers: int) -> None:
-        self._devices = tuple(range(workers))
-        self._workers = workers
-        self._store = host_store("127.0.0.1", 0)
-        self._runs = 0
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks there are."""
-        return len(self._devices)
-
-    @property
-    def local_world_size(self) -> int:
-        """How many there were at first: those that stay keep their devices."""
-        return self._workers
-
-    def without(self, ranks: Collection[int]) -> Self:
-        """Return all ranks but these, numbered again; those that stay keep their devices."""
-        remaining = copy.copy(self)
-        remaining._devices = tuple(device for rank, device in enumerate(self._devices) if rank not in ranks)
-        return remaining
-
-    def call(self, function: Callable[..., T], *args: Any) -> list[T]:
-        """Call `function(info, *args)` in one new process per rank; see `Ranks.call`."""
-        return run_workers(function, self._infos(), *args)
-
-    def _infos(self) -> list[RankInfo]:
-        self._runs += 1
-        return [
-            RankInfo(
-                rank=rank,
-                world_size=self.world_size,
-                local_rank=device,
-                local_world_size=self._workers,
-                host="127.0.0.1",
-                port=self._store.port,
-                store_prefix=str(self._runs),
-            )
-            for rank, device in enumerate(self._devices)
-        ]
-
-    def call_replaced(
-        self,
-        function: Callable[..., T],
-        restarts: int,
-        log: Callable[[str], None],
-        damaged: Damaged,
-        *args: Any,
-    ) -> list[T]:
-        """As `call`, with a new process for each that dies; see `run_replaced` for the arguments."""
-        return run_replaced(function, self._infos(), restarts, log, damaged, *args)
-
-
-class JoinedRank:
-    """This process is one of the ranks that a launcher has started.
-
-    Args:
-        info: Which rank it is.
-        hosts_store: Whether it opens the store; otherwise another process does.
-    """
-
-    def __init__(self, info: RankInfo, *, hosts_store: bool) -> None:
-        self._info = info
-        self._store = host_store(info.host, info.port) if hosts_store else None
-        self._runs = 0
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks there are."""
-        return self._info.world_size
-
-    @property
-    def local_world_size(self) -> int:
-        """How many of them share this machine's devices."""
-        return self._info.local_world_size
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is rank 0."""
-        return self._info.rank == 0
-
-    def without(self, ranks: Collection[int]) -> None:
-        """Return None: the launcher has started the others."""
-
-    def call(self, function: Callable[..., T], *args: Any) -> list[T]:
-        """Call `function(info, *args)` in a new process of this rank; see `Ranks.call`."""
-        self._runs += 1
-        infos = [dataclasses.replace(self._info, store_prefix=str(self._runs))]
-        return run_workers(function, infos, *args)
+        return run_workers(function, self.of_next_run(), *args)
 
 
 def train(
@@ -177,7 +122,7 @@ def train(
         WorkerFailed: A rank failed; names it and the cause.
     """
     if run.survive:
-        if not isinstance(ranks, LocalRanks):
+        if not ranks.are_local:
             raise ConfigError(
                 "--survive starts local workers and replaces them: expected no launcher; in your own loop "
                 "call stretto.survives (the page survive)"
@@ -195,8 +140,15 @@ def train(
                     begins_at="memory",
                 )
 
-        outcomes = ranks.call_replaced(
-            surviving_rank, run.restarts, _say, damaged, run, warmup_updates, shows_progress
+        outcomes = run_replaced(
+            surviving_rank,
+            ranks.of_next_run(),
+            run.restarts,
+            _say,
+            damaged,
+            run,
+            warmup_updates,
+            shows_progress,
         )
         for outcome in outcomes:
             if isinstance(outcome, Outcome):  # others have left

@@ -19,7 +19,7 @@ from stretto.disk import UNFINISHED, read_whole
 from stretto.errors import ConfigError
 from stretto.machine import describe_environment
 from stretto_lab.observe import replace_json
-from stretto_lab.recipes.task import loss_unit
+from stretto_lab.recipes.task import loss_unit, tokens_per_sample
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.configuration import RunConfig, TaskT
 from stretto_lab.train.hold import LOCK
@@ -150,6 +150,7 @@ def prepare_run_folder(
         **dataclasses.asdict(run),
         "resolved_strategy": parse_arm(run.strategy).resolved,
         "loss_unit": loss_unit(run.task).strip(),
+        "tokens_per_sample": tokens_per_sample(run.task),
         "environment": describe_environment(device),
     }
     if command is not None:

@@ -37,7 +37,7 @@ from stretto_lab.observe import (
 )
 from stretto_lab.patience import waiting
 from stretto_lab.recipes import MicroBatches, Task
-from stretto_lab.recipes.task import loss_unit
+from stretto_lab.recipes.task import loss_unit, tokens_per_sample
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.budget import Budget, budget_of
 from stretto_lab.train.configuration import RunConfig, TaskT
@@ -52,7 +52,6 @@ from stretto_lab.train.workers import (
     RankInfo,
     address_of,
     choose_device,
-    described_device,
     joined_group,
     store_of,
 )
@@ -111,7 +110,7 @@ def train_rank(
     device = choose_device(run.device, info)
     context = RankContext(rank=info.rank, world_size=info.world_size, device=device)
     with (
-        _progress(context, info, run, shows_progress, is_passing) as progress,
+        _progress(context, run, shows_progress, is_passing) as progress,
         joined_group(info, Link.parse(run.link), device, run.timeout_seconds),
     ):
         return train_at(context, run, warmup_updates, progress)
@@ -141,7 +140,7 @@ def surviving_rank(
         )
         # Who is slow is a place, whatever number its rank has.
         of_term = dataclasses.replace(run, slow={term.rank: run.slow.get(info.rank, 1.0)})
-        with _progress(context, info, run, shows_progress) as progress:
+        with _progress(context, run, shows_progress) as progress:
             task = _placed_anew(built[0], of_term, term, total) if built else None
             if run.shard > 1:
                 built.clear()  # FSDP2 cuts a model once: every later term builds one of its own
@@ -164,20 +163,18 @@ def surviving_rank(
 
 @contextmanager
 def _progress(
-    context: RankContext, info: RankInfo, run: RunConfig[TaskT], is_shown: bool, is_passing: bool = False
+    context: RankContext, run: RunConfig[TaskT], is_shown: bool, is_passing: bool = False
 ) -> Iterator[Progress | None]:
     """Yield what shows the run on rank 0, and None on others or where nothing does."""
     if context.rank or not is_shown:
         yield None
         return
-    place = described_device(context.device, run.device, info.local_world_size)
-    title = title_of(run, context.world_size, place)
     header = Header(
-        title=title,
         updates=run.planned_updates,
         seconds=run.planned_seconds,
         samples=run.samples,
         loss_unit=loss_unit(run.task),
+        tokens_per_sample=tokens_per_sample(run.task),
         is_passing=is_passing,
     )
     with Progress(header).watched() as progress:

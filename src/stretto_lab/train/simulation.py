@@ -13,7 +13,7 @@ from stretto.errors import ConfigError
 from stretto.fields import check_at_least
 from stretto_lab.faults import Fault
 from stretto_lab.observe import Header, Progress
-from stretto_lab.recipes.task import loss_unit
+from stretto_lab.recipes.task import loss_unit, tokens_per_sample
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.configuration import RunConfig, TaskT, Training, part_of
 from stretto_lab.train.handle import check_run
@@ -139,14 +139,13 @@ def simulate(simulation: SimulateConfig[TaskT], *, shows_progress: bool = False)
     device = device_of(simulation.device, 0, 1)  # all ranks share it
     prepare_run_folder(run, device=device)
     torch.set_num_threads(1)
-    title = f"{simulation.strategy} on {simulation.ranks} virtual ranks, network {simulation.network}"
     header = Header(
-        title=title,
         updates=run.planned_updates,
         seconds=run.planned_seconds,
         samples=run.samples,
         is_virtual=True,
         loss_unit=loss_unit(run.task),
+        tokens_per_sample=tokens_per_sample(run.task),
     )
     progress = Progress(header) if shows_progress else None
     losses: dict[int, float] = {}
