@@ -360,7 +360,7 @@ def _notes_of_pass(place: Mapping[str, Any], names: set[str], *, goes_on: bool) 
 _log = logging.getLogger("stretto")
 
 _OWN_DRAWS = (
-    "the loader draws from a generator of its own, which was not saved or not loaded: give loader= to both"
+    "the loader draws from its own generator, which was not saved or not loaded: give loader= to both"
 )
 _AHEAD = {
     "carry": "gradients accumulated ahead",
