@@ -13,8 +13,9 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from stretto.errors import WorkerFailed
-from stretto_lab.train.launch import LocalRanks
+from stretto_lab.train.launch import Ranks
 from stretto_lab.train.processes import Stops, stops_exit, supervised
+from stretto_lab.train.replaced import run_replaced
 from stretto_lab.train.workers import RankInfo, host_store
 from tests.processes import Command
 
@@ -121,7 +122,8 @@ def wait_if_first(info: RankInfo) -> None:
 
 
 def start_replaced() -> None:
-    LocalRanks(2).call_replaced(wait_if_first, 9, print, lambda *_: None)
+    ranks = Ranks.local(2)  # their store lives as long
+    run_replaced(wait_if_first, ranks.of_next_run(), 9, print, lambda *_: None)
 
 
 def test_workers_that_a_stop_signal_ends_while_they_start_are_not_replaced() -> None:
