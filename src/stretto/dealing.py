@@ -8,10 +8,9 @@ import dataclasses
 import json
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from stretto.continuation import places
@@ -95,6 +94,25 @@ class Holding:
             )
         check_model(self.model, kinds_of(model))
 
+    def leave_out(self, blank: State) -> list[str]:
+        """Leave out what does not fit a job with such a state, and say what that is."""
+        kinds = kinds_of(blank["model"])
+        differing = differences(self.model, kinds)
+        if not differing:
+            return []
+        self.model = {name: kind for name, kind in self.model.items() if kinds.get(name, 0) == kind}
+
+        def fits(name: str) -> bool:
+            part, _, rest = name.partition(".")
+            if part in ("model", "master"):
+                return rest in self.model
+            if part == "optimizer" and rest.startswith("state."):
+                return rest.removeprefix("state.").rpartition(".")[0] in self.model
+            return part in ("optimizer", "extra", "scheduler") or (part == "job" and rest != "round_report")
+
+        self.names = set(filter(fits, self.names))
+        return differing
+
     def read(self, state: State, *, moves: bool) -> list[str]:
         """Fill the blank entries of `state`; return the names of entries that the ranks do not hold completely.
 
@@ -120,18 +138,24 @@ class Holding:
     def _fill(self, name: str, into: dict[str, Any], key: str) -> bool:
         """Put an entry into its place, out of what this rank holds of it; return whether all of it is there."""
         wanted = into[key]
-        for entry in (share.entries[name] for share in self._shares if name in share.entries):
-            if not isinstance(wanted, PartedTensor):
-                into[key] = entry
-                return True
-            runs = wanted.runs
+        having = [share for share in self._shares if name in share.entries]
+        if not isinstance(wanted, PartedTensor):
+            into[key] = having[0].take(name) if having else wanted
+            return bool(having)
+        runs = wanted.runs
+        alike = []
+        for share in having:
+            entry = share.entries[name]
             if isinstance(entry, Runs) and (entry.shape, entry.dtype) == (runs.shape, runs.dtype):
-                found = [
-                    (start, run) for start, stop in runs.wanted if (run := entry.run(start, stop)) is not None
-                ]
-                if len(found) == len(runs.wanted):
-                    runs.fill(found)
-                    return True
+                alike.append((share, entry))
+        # One share has all of it, or several do, of which each has another part.
+        for parts in (*([one] for one in alike), alike):
+            values = parts[0][1].values if len(parts) == 1 else in_order(one.own for _, one in parts)
+            if parts and runs.fill(values):
+                for share, entry in parts:
+                    if any(_overlaps(first, run, runs.wanted) for first, run in entry.values):
+                        share.take(name)
+                return True
         return False
 
     def _batches(self, share: Held, names: Sequence[str]) -> Iterator[Held]:
@@ -160,6 +184,11 @@ class Holding:
         return [json.loads(zlib.decompress(record)) for record in records]
 
 
+def in_order(parts: Iterable[Runs]) -> list[tuple[int, Tensor]]:
+    """Return all runs of parts of a tensor."""
+    return sorted((run for one in parts for run in one.values), key=lambda run: run[0])
+
+
 def models(entries: Mapping[str, T]) -> dict[str, T]:
     """Return those of a state's entries that are the model's, by their names there."""
     prefix = "model."
@@ -174,12 +203,8 @@ def kinds_of(model: State) -> Kinds:
     }
 
 
-def check_model(saved: Kinds, model: Kinds) -> None:
-    """Raise unless a saved model has the entries of this one.
-
-    Raises:
-        ForeignCheckpoint: Says what differs.
-    """
+def differences(saved: Kinds, model: Kinds) -> list[str]:
+    """Return in words how the entries of a saved model differ from those of this one."""
     found = [
         *(f"{name!r} is missing in the checkpoint" for name in model.keys() - saved.keys()),
         *(f"{name!r} is not in the model" for name in saved.keys() - model.keys()),
@@ -189,10 +214,19 @@ def check_model(saved: Kinds, model: Kinds) -> None:
             if saved[name] != model[name]
         ),
     ]
-    if found:
+    return sorted(found)
+
+
+def check_model(saved: Kinds, model: Kinds) -> None:
+    """Raise unless a saved model has the entries of this one.
+
+    Raises:
+        ForeignCheckpoint: Says what differs.
+    """
+    if found := differences(saved, model):
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
         raise ForeignCheckpoint(
-            f"the checkpoint is of another model: {'; '.join(sorted(found)[:5])}{more}: expected the model that was "
+            f"the checkpoint is of another model: {'; '.join(found[:5])}{more}: expected the model that was "
             "saved; give buffers that change in training their saved shapes before it is wrapped, or persistent=False"
         )
 
@@ -225,49 +259,39 @@ class _Arriving:
         self._into, self._key = into, key
         wanted = into[key]
         self._runs = wanted.runs if isinstance(wanted, PartedTensor) else None
-        ranges = [] if self._runs is None else self._runs.wanted
-        self._blanks = [(start, torch.empty(stop - start, dtype=wanted.dtype)) for start, stop in ranges]
-        self._came: list[Range] = []
         self._fits = True
         self._found: list[Any] = []
 
     def take(self, piece: Any) -> None:
-        """Take what a rank has written of it; of a value that several have written, the first rank's."""
-        if self._runs is None or not isinstance(piece, Runs):
-            self._fits &= self._runs is None and not isinstance(piece, Runs)
+        """Take the part of it that a rank has written; of a value that several have written, the first rank's."""
+        runs = self._runs
+        if runs is None or not isinstance(piece, Runs):
+            self._fits &= runs is None and not isinstance(piece, Runs)
             self._found.append(piece)
             return
-        self._fits &= (piece.shape, piece.dtype) == (self._runs.shape, self._runs.dtype)
-        for start, run in piece.values if self._fits else ():
-            stop = start + run.numel()
-            self._came.append((start, stop))
-            first = max(0, bisect_right(self._blanks, start, key=lambda pair: pair[0]) - 1)
-            for place, blank in self._blanks[first:]:
-                if place >= stop:
-                    break
-                begin, end = max(start, place), min(stop, place + blank.numel())
-                if begin < end:
-                    blank[begin - place : end - place] = run[begin - start : end - start]
+        self._fits &= (piece.shape, piece.dtype) == (runs.shape, runs.dtype)
+        for first, run in piece.values if self._fits else ():
+            for start, stop in _overlaps(first, run, runs.wanted):
+                self._found.append((start, run[start - first : stop - first].clone()))
 
     def put(self) -> bool:
         """Put it into its place, and return whether all of it has come."""
-        if self._runs is None:
-            if self._fits and self._found:
-                self._into[self._key] = self._found[0]
-            return self._fits and bool(self._found)
-        joined: list[Range] = []
-        for start, stop in sorted(self._came):
-            if joined and start <= joined[-1][1]:
-                joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
-            else:
-                joined.append((start, stop))
-        is_whole = self._fits and all(
-            start == stop or any(first <= start and stop <= last for first, last in joined)
-            for start, stop in self._runs.wanted
-        )
-        if is_whole:
-            self._runs.fill(self._blanks)
-        return is_whole
+        if self._runs is not None:
+            return self._fits and self._runs.fill(sorted(self._found, key=lambda run: run[0]))
+        if self._fits and self._found:
+            self._into[self._key] = self._found[0]
+        return self._fits and bool(self._found)
+
+
+def _overlaps(first: int, run: Tensor, wanted: Sequence[Range]) -> list[Range]:
+    """Return what of some ranges, in order, a run has."""
+    last, found = first + run.numel(), []
+    for start, stop in wanted[max(0, bisect_right(wanted, first, key=lambda one: one[0]) - 1) :]:
+        if start >= last:
+            break
+        if max(start, first) < min(stop, last):
+            found.append((max(start, first), min(stop, last)))
+    return found
 
 
 def _size(value: Any) -> int:

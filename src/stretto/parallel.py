@@ -360,6 +360,8 @@ class DataParallel:
     def load_state_dict(self, state: State) -> None:
         """Continue from `state`, a `state_dict()` that `torch.distributed.checkpoint.load` has read into.
 
+        Its entry "optimizer" may also be the `state_dict()` of a plain optimizer over the same parameters.
+
         All ranks must call, between updates. Gradients that were accumulated since are forgotten.
 
         Raises:

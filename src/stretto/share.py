@@ -14,7 +14,8 @@ import copy
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -88,6 +89,16 @@ class Held:
     """`Runs` of tensors, and other objects, by name."""
     others: frozenset[str] = frozenset()
     """Entries that another rank writes."""
+    unread: dict[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
+    """By name, what reads an entry that nobody has taken yet."""
+
+    def take(self, name: str) -> Any:
+        """Return an entry, read.
+
+        Raises:
+            TornCheckpoint: It is damaged.
+        """
+        return self.entries[name] if name not in self.unread else self.unread[name]()
 
     @property
     def header(self) -> list[Any]:
@@ -174,13 +185,16 @@ class Written:
         return content
 
 
-def read_share(content: bytes | memoryview, where: str, digest: str | None = None) -> Held:
+def read_share(
+    content: bytes | memoryview, where: str, digest: str | None = None, *, whole: bool = True
+) -> Held:
     """Return the share that has been written as these bytes; tensors are in their memory, unless it cannot be written.
 
     Args:
         content: Of the share.
         where: What it is, for messages.
         digest: Its `Written.digest`, where that is known.
+        whole: Read all of it now; otherwise its head, and each entry as it is taken.
 
     Raises:
         TornCheckpoint: It is something else, or damaged; names the entry.
@@ -207,22 +221,24 @@ def read_share(content: bytes | memoryview, where: str, digest: str | None = Non
     except (ValueError, TypeError, IndexError, RecursionError) as error:
         raise TornCheckpoint(f"{where} is damaged: {error}") from error
     entries: dict[str, Any] = {}
+    unread: dict[str, Callable[[], Any]] = {}
     for name, kind, ranges, expected, begin, end in found_contents:
         piece = content[begin:end]
-        if (actual := _digest_of([piece])) != expected:
-            raise TornCheckpoint(
-                f"{name or 'settings'!r} is damaged: bytes {begin} to {end} of {where} have the xxh3 digest {actual}, "
-                f"expected {expected}; go back to an older checkpoint"
-            )
-        if kind is None:
-            entries |= {name: bytes(piece)} if name else unpack(piece, f"the part of {where} without tensors")
+        entry: Any = piece
+        if kind is not None:
+            empty = torch.empty(0, dtype=kind.dtype)
+            values = torch.frombuffer(piece, dtype=kind.dtype) if end > begin else empty
+            runs = values.split([stop - start for start, stop in ranges])
+            starts = (start for start, _ in ranges)
+            entry = Runs(kind.shape, kind.dtype, list(zip(starts, runs, strict=True)), ranges)
+        place = f"{name or 'settings'!r} is damaged: bytes {begin} to {end} of {where}"
+        read = partial(_compared, entry, piece, expected, place)
+        if not name:
+            entries |= unpack(read(), f"the part of {where} without tensors")
             continue
-        values = (
-            torch.frombuffer(piece, dtype=kind.dtype) if end > begin else torch.empty(0, dtype=kind.dtype)
-        )
-        runs = values.split([stop - start for start, stop in ranges])
-        starts = (start for start, _ in ranges)
-        entries[name] = Runs(kind.shape, kind.dtype, list(zip(starts, runs, strict=True)), ranges)
+        entries[name] = read() if whole else entry
+        if not whole:
+            unread[name] = read
     return Held(
         step=step,
         strategy=text(strategy),
@@ -230,7 +246,16 @@ def read_share(content: bytes | memoryview, where: str, digest: str | None = Non
         world_size=world_size,
         layout=text(layout),
         entries=entries,
+        unread=unread,
     )
+
+
+def _compared(entry: Any, content: memoryview, expected: str, place: str) -> Any:
+    if (actual := _digest_of([content])) != expected:
+        raise TornCheckpoint(
+            f"{place} have the xxh3 digest {actual}, expected {expected}; go back to an older checkpoint"
+        )
+    return bytes(entry) if isinstance(entry, memoryview) else entry
 
 
 def hold(

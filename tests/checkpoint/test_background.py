@@ -74,7 +74,8 @@ def test_an_update_beside_which_files_are_written_sends_what_any_other_does(name
     def program(rank: int, group: VirtualGroup, *, saves: bool) -> list[int]:
         job = Job(STRATEGIES[name], rank, group).train(SAVED_AT)
         if saves:
-            step = Step("writing", lambda _: group.charge_ns(10 * VirtualCluster(2).compute.micro_batch_ns))
+            nanoseconds = 10 * VirtualCluster(2).compute.micro_batch_ns
+            step: Step = ("writing", lambda _: group.charge_ns(nanoseconds))
             job.parallel.job.model.listeners.append(
                 BackgroundSave(job.parallel, Ranks(job.parallel), [step, step], lambda: None)
             )

@@ -5,11 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from stretto import DPU, DataParallel, Options, WeightPrediction, ZeRO1
+from stretto import DPU, DataParallel, Options, WeightPrediction, ZeRO1, checkpoint
 from stretto.checkpoint.manifest import Manifest
 from stretto_lab import testing
+from stretto_lab.testing import differing
+from stretto_lab.virtual import VirtualCluster, VirtualGroup
 from tests.bits import unequal
 from tests.checkpoint.jobs import NAMES, SAVED_AT, STRATEGIES, Case, Job
 from tests.checkpoint.plainly import read_into
@@ -102,6 +106,50 @@ def test_the_estimate_is_never_taken_for_the_parameters(tmp_path: Path) -> None:
         assert unequal(model.parameters(), job.model.parameters()) == []
     assert not all(torch.equal(a, b) for a, b in zip(model.parameters(), shown, strict=True))
     assert {f"shown.{name}" for name, p in model.named_parameters() if p.requires_grad} <= stored_names(path)
+
+
+def test_a_model_leaves_as_safetensors_however_many_ranks_have_saved_it(tmp_path: Path) -> None:
+    def program(rank: int, group: VirtualGroup) -> Path:
+        return (
+            Job(Case(strategy=DPU(), dtype=torch.bfloat16), rank, group)
+            .train(SAVED_AT)
+            .save(tmp_path / "saved")
+        )
+
+    path, _ = VirtualCluster(2).run(program).values
+    file = checkpoint.export(tmp_path / "saved", tmp_path / "model")
+    found, expected = load_file(file), checkpoint.read(path)["model"]
+    assert found.keys() == expected.keys()
+    assert {
+        n for n in found if found[n].dtype != expected[n].dtype or not torch.equal(found[n], expected[n])
+    } == set()
+
+
+def test_a_hugging_face_model_leaves_as_a_folder_that_from_pretrained_reads(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=11, n_positions=7)
+    model = GPT2LMHeadModel(config)
+    parallel = DataParallel(model, torch.optim.AdamW(model.parameters()), ZeRO1(), micro_batches=1)
+    tokens = torch.arange(7)[None]
+    parallel.backward(model(tokens, labels=tokens).loss)
+    checkpoint.save(parallel, tmp_path / "saved")
+    checkpoint.export(tmp_path / "saved", tmp_path / "model", config=model.config)
+    read = GPT2LMHeadModel.from_pretrained(tmp_path / "model")
+    with parallel.settled():
+        assert unequal(read.parameters(), model.parameters()) == []
+
+
+def test_the_moments_of_a_plain_optimizer_are_taken_in(tmp_path: Path) -> None:
+    case = Case(strategy=ZeRO1())
+    path = Job(case, evaluates=True).train(SAVED_AT).save(tmp_path)
+    model, optimizer = read_plainly(path, case)
+    fresh, loaded = Job(case, evaluates=True), Job(case, evaluates=True)
+    loaded.load(path)
+    counts = {"step": SAVED_AT, "round_index": SAVED_AT}
+    fresh.parallel.load_state_dict(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "job": counts}
+    )
+    assert differing(fresh.holds(), loaded.holds()) == []
 
 
 def through_plain_tools(rank: int, directory: str, world_size: int) -> None:

@@ -2,7 +2,7 @@
 
 from stretto.checkpoint.background import check, wait
 from stretto.checkpoint.files import complete, latest, newest_first, step_of
-from stretto.checkpoint.load import Restored, continued, hold, load, read
+from stretto.checkpoint.load import Restored, continued, export, hold, load, read
 from stretto.checkpoint.save import save
 from stretto.share import Held
 
@@ -12,6 +12,7 @@ __all__ = [
     "check",
     "complete",
     "continued",
+    "export",
     "hold",
     "latest",
     "load",

@@ -7,7 +7,6 @@ Note [At updates] A background thread writes and renames; it never communicates,
     more.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -22,19 +21,9 @@ from stretto.errors import CheckpointError
 from stretto.parallel import DataParallel
 from stretto.records import Incident
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Step:
-    """A step of a save that every rank takes."""
-
-    doing: str
-    """For messages."""
-    work: Callable[[list[Any]], Any]
-    """Called on rank 0 with what all returned from the step before; returns plain JSON, and does not communicate."""
-
-    def after(self, outcomes: list[Any]) -> tuple[str, Callable[[], Any]]:
-        """Return what it does, and the work with nothing left to give it."""
-        return self.doing, partial(self.work, outcomes)
+Step = tuple[str, Callable[[list[Any]], Any]]
+"""A step of a save that every rank takes: its name in messages, and work that is called on rank 0 with all ranks'
+results of the step before; it returns plain JSON, and does not communicate."""
 
 
 class BackgroundSave(Listener):
@@ -92,13 +81,13 @@ class BackgroundSave(Listener):
         return bool(self._left)
 
     def _begin(self, outcomes: list[Any]) -> None:
-        _, work = self._left[0].after(outcomes)
-        self._working = self._runtime.spawn(work)
+        _, work = self._left[0]
+        self._working = self._runtime.spawn(partial(work, outcomes))
 
     def _end_step(self) -> None:
         self._course.asks &= ~Asks.SAVED
         try:
-            outcomes = self._ranks.collect(self._left.pop(0).doing, self._working.result)
+            outcomes = self._ranks.collect(self._left.pop(0)[0], self._working.result)
         except CheckpointError as error:
             self._failure = error
             self._left.clear()

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import logging
 import math
 import os
@@ -18,9 +19,10 @@ from stretto.checkpoint import files as folder
 from stretto.checkpoint.background import wait
 from stretto.checkpoint.manifest import Manifest
 from stretto.checkpoint.ranks import Ranks, check_job
+from stretto.checksums import bytes_of
 from stretto.continuation import Loader, check_loader, unpack_entries
-from stretto.dealing import Holding, check_whole
-from stretto.disk import folder_of
+from stretto.dealing import Holding, check_whole, in_order, models
+from stretto.disk import folder_of, replace_file
 from stretto.engine.state import State
 from stretto.errors import CheckpointError, ConfigError, TornCheckpoint
 from stretto.fields import check_callable, shown
@@ -103,6 +105,7 @@ def load(
     source: str | os.PathLike[str] | Sequence[Held],
     *,
     loader: Loader | None = None,
+    partly: bool = False,
 ) -> Restored:
     """Replace the job's state by a checkpoint; all ranks must call, before training or after an `Update`.
 
@@ -120,6 +123,8 @@ def load(
             ranks have left.
         loader: This rank's. At the same world size `load` restores its position with `load_state_dict`, or, if it has
             none, by reading again what was given out.
+        partly: Take what fits a model that has grown or changed: parameters and buffers of the same name, shape and
+            dtype, with their optimizer state. All others stay as they are in this job, and notes name them.
 
     Raises:
         CheckpointError: There is no checkpoint, or there are shares of different states.
@@ -142,19 +147,30 @@ def load(
     path: Path | None = None
     if isinstance(source, str | os.PathLike):
         path, source = _shares_in(Path(source), ranks)
-    saved = Holding(source, partial(_gather, parallel))
+    # All ranks see all files, and each reads what it needs.
+    saved = Holding(source, partial(_gather, parallel) if path is None else lambda record: [record])
+    differing: list[str] = []
     with _grown(parallel.job.model.model, saved.model):
         with parallel.job.compute.lifetime.running():
             continuation = parallel.continuation()
+            if partly:
+                differing = saved.leave_out(continuation.blank((), 0, same_strategy=False, same_layout=False))
             state = continuation.blank(
                 saved.names,
-                saved.world_size,
+                0 if differing else saved.world_size,
                 same_strategy=saved.strategy == parallel.strategy.name,
                 same_layout=saved.layout == parallel.job.layout_digest,
             )
+            present = continuation.write()["model"] if differing else {}
+            kept = {name: one for name, one in present.items() if name not in saved.model}
+            state["model"] = {name: one for name, one in state["model"].items() if name not in kept}
         ranks.agree("checking a checkpoint", lambda: saved.check(name_of(parallel.optimizer), state["model"]))
-        missing = saved.read(state, moves=saved.world_size != parallel.world_size)
+        if path is None:
+            missing = saved.read(state, moves=saved.world_size != parallel.world_size)
+        else:
+            missing = ranks.agree("reading a checkpoint", lambda: saved.read(state, moves=False))
         ranks.agree("reading a checkpoint", lambda: check_whole(missing))
+        state["model"] |= kept
         ranks.agree("unpacking a checkpoint", lambda: unpack_entries(state))
         ranks.agree("comparing optimizers and schedulers", lambda: continuation.check(state))
     positions = tuple(state.get("loader", {}).values())
@@ -168,6 +184,7 @@ def load(
     notes = (
         *([differs] if differs else []),
         *([_OWN_DRAWS] if not goes_on and continuation.has_own_draws(state) else []),
+        *(f"{one}: left as it is in this job" for one in differing),
         *_notes(parallel, saved, state),
         *_notes_of_pass(place, saved.names, goes_on=goes_on),
     )
@@ -204,25 +221,83 @@ def read(source: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = folder.find(folder_of(source, "source"))
     manifest = Manifest.read(path)
-    found: dict[str, list[Any]] = {}
-    for rank in range(manifest.world_size):
-        for name, entry in manifest.share(path, rank).entries.items():
-            found.setdefault(name, []).append(entry)
+    shares = [manifest.share(path, rank) for rank in range(manifest.world_size)]
     state: dict[str, Any] = {}
-    for name, (entry, *others) in found.items():
+    for name in dict.fromkeys(name for one in shares for name in one.entries):
         part, _, key = name.partition(".")
-        if type(entry) is bytes and part not in ("model", "optimizer"):  # packed: for the rank that goes on
-            continue
-        if isinstance(entry, Runs):
-            values = sorted((run for one in (entry, *others) for run in one.values), key=lambda run: run[0])
-            whole = Runs(entry.shape, entry.dtype, values).run(0, math.prod(entry.shape))
-            if whole is None:
-                raise TornCheckpoint(
-                    f"{path}: the shares do not hold all of {name!r}; go back to an older checkpoint"
-                )
-            entry = whole.view(entry.shape)
-        state.setdefault(part, {})[key] = entry
+        entry = _whole(shares, name, path)
+        if type(entry) is not bytes or part in (
+            "model",
+            "optimizer",
+        ):  # others are packed: for the rank that continues
+            state.setdefault(part, {})[key] = entry
     return state
+
+
+def export(source: str | os.PathLike[str], directory: str | os.PathLike[str], *, config: Any = None) -> Path:
+    """Write the model of a checkpoint into `directory` as `model.safetensors`, with one tensor in memory at a time.
+
+        checkpoint.export("checkpoints", "model", config=model.config)
+
+    No job is needed, and no rank ever holds the model, however it was sharded.
+
+    Args:
+        source: One checkpoint, or a folder of them, of which the latest complete one is taken.
+        directory: Made if need be.
+        config: Of a Hugging Face model, which `from_pretrained` then reads there: `model.config`.
+
+    Returns:
+        The file.
+
+    Raises:
+        CheckpointError: There is no checkpoint.
+        TornCheckpoint: It is incomplete or damaged; names the file or the entry.
+        ForeignCheckpoint: It is of another format version.
+        DiskError: The file cannot be written.
+    """
+    path, file = (
+        folder.find(folder_of(source, "source")),
+        folder_of(directory, "directory") / "model.safetensors",
+    )
+    manifest = Manifest.read(path)
+    shares = [manifest.share(path, rank, whole=False) for rank in range(manifest.world_size)]
+    kinds = {name: kind for share in shares for name, kind in models(share.kinds).items() if kind is not None}
+    # As the format's own writer: the widest first, so that every tensor is aligned in the file.
+    names = sorted(kinds, key=lambda name: (-kinds[name].dtype.itemsize, name))
+    index: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        begin, end = end, end + kinds[name].num_bytes
+        index[name] = {
+            "dtype": _SAFETENSORS[kinds[name].dtype], "shape": kinds[name].shape, "data_offsets": [begin, end]
+        }  # fmt: skip
+    head = json.dumps(index).encode()
+    head += b" " * (-len(head) % 8)
+
+    def write(unfinished: Path) -> None:
+        with unfinished.open("wb") as stream:
+            stream.write(len(head).to_bytes(8, "little") + head)
+            for name in names:
+                stream.write(bytes_of(_whole(shares, f"model.{name}", path)).numpy().data)
+
+    replace_file(file, write)
+    if config is not None:
+        config.save_pretrained(file.parent)
+    return file
+
+
+def _whole(shares: Sequence[Held], name: str, path: Path) -> Any:
+    """Return an entry that shares of a checkpoint hold together."""
+    entry, *others = (share.take(name) for share in shares if name in share.entries)
+    if not isinstance(entry, Runs):
+        return entry
+    together = Runs(entry.shape, entry.dtype, in_order([entry, *others]))
+    whole = together.run(0, math.prod(entry.shape))
+    if whole is None:
+        raise TornCheckpoint(
+            f"{path}: the shares do not hold all of {name!r}; go back to an older checkpoint"
+        )
+    return whole.view(entry.shape)
 
 
 @contextlib.contextmanager
@@ -270,6 +345,7 @@ def _shares_in(path: Path, ranks: Ranks) -> tuple[Path, list[Held]]:
     """Return a checkpoint's own folder, and the shares that this rank deals out: its own, or every share one after
     another.
     """
+    """Return a checkpoint's own folder, and its shares, this rank's first; each rank checks its own, or every N-th."""
     found = Path(
         ranks.first("looking for a checkpoint", lambda: str(folder.find(path)) if ranks.rank == 0 else "")
     )
@@ -288,8 +364,12 @@ def _shares_in(path: Path, ranks: Ranks) -> tuple[Path, list[Held]]:
 
     manifest = ranks.agree("opening a checkpoint", opened)
     every = range(manifest.world_size)
-    mine = [ranks.rank] if len(every) == ranks.world_size else every[ranks.rank :: ranks.world_size]
-    return found, ranks.agree("checking a checkpoint", lambda: [manifest.share(found, rank) for rank in mine])
+    mine = every[ranks.rank :: ranks.world_size]
+    order = sorted(every, key=lambda rank: len(every) == ranks.world_size and rank not in mine)
+    return found, ranks.agree(
+        "checking a checkpoint",
+        lambda: [manifest.share(found, rank, whole=rank in mine) for rank in order],
+    )
 
 
 def _gather(parallel: DataParallel, record: bytes) -> list[bytes]:
@@ -362,6 +442,12 @@ _log = logging.getLogger("stretto")
 _OWN_DRAWS = (
     "the loader draws from its own generator, which was not saved or not loaded: give loader= to both"
 )
+_SAFETENSORS = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
 _AHEAD = {
     "carry": "gradients accumulated ahead",
     "shown": "the prediction that was shown",

@@ -109,15 +109,15 @@ class Manifest:
             )
         return path
 
-    def share(self, folder: Path, rank: int) -> Held:
-        """Return what a rank has written; tensors are in the file's own memory.
+    def share(self, folder: Path, rank: int, *, whole: bool = True) -> Held:
+        """Return what a rank has written, `whole` as in `read_share`; tensors are in the file's own memory.
 
         Raises:
             TornCheckpoint: The file is missing, damaged, or another; names the entry.
         """
         path = self.check_file(folder, rank)
         try:
-            found = read_share(mapped(path), str(path), self.shares[rank][1])
+            found = read_share(mapped(path), str(path), self.shares[rank][1], whole=whole)
         except OSError as error:
             raise TornCheckpoint(
                 f"{path} cannot be read ({error.strerror}); go back to an older checkpoint"

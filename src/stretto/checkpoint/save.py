@@ -1,6 +1,7 @@
 """Writes a checkpoint in steps that all ranks take together; the long ones may be taken during training."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,8 @@ def save(
             parallel.job.model.listeners.append(beside)
             return writing.path
         outcomes: list[Any] = []
-        for step in writing.steps():
-            outcomes = ranks.collect(*step.after(outcomes))
+        for doing, work in writing.steps():
+            outcomes = ranks.collect(doing, partial(work, outcomes))
     except CheckpointError:
         writing.abandon()
         raise
@@ -133,7 +134,7 @@ class _Writing:
 
     def steps(self) -> tuple[Step, ...]:
         """Return what takes time, and touches neither the job nor its group."""
-        return Step("writing a checkpoint", self._write), Step("committing a checkpoint", self._commit)
+        return ("writing a checkpoint", self._write), ("committing a checkpoint", self._commit)
 
     def abandon(self) -> None:
         """Remove the written files."""

@@ -41,7 +41,10 @@ def load_given(job: Job, state: State) -> None:
         ForeignCheckpoint: It is not one of this job.
     """
     try:
-        JobState(job).load(state)
+        given = JobState(job)
+        if isinstance(state["optimizer"].get("param_groups"), list):
+            state = {**state, "optimizer": given.by_name(state["optimizer"])}
+        given.load(state)
     except StrettoError:
         raise
     except Exception as error:  # it may be anything
@@ -242,6 +245,17 @@ class JobState:
                 f"which {name_of(self.job.model.optimizer)} keeps: expected the optimizer that was saved"
             )
         return found
+
+    def by_name(self, packed: Mapping[str, Any]) -> State:
+        """Return the `state_dict()` of a plain optimizer over the same parameters, by their names."""
+        entries: State = {}
+        for names, group in zip(self._group_names(), packed["param_groups"], strict=True):
+            settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            for name, index in zip(names, group["params"], strict=bool(group["params"])):
+                for key, value in packed["state"].get(index, {}).items():
+                    entries[f"state.{name}.{key}"] = value
+                entries |= {f"param_groups.{name}.{key}": value for key, value in settings.items()}
+        return entries
 
     def _hyperparameters(self) -> State:
         settings = read_hyperparameters(self.job.model.optimizer)

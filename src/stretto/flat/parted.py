@@ -44,9 +44,13 @@ class Runs:
         values = [(start, run) for start, stop in self.written if (run := self.run(start, stop)) is not None]
         return Runs(self.shape, self.dtype, values, self.written)
 
-    def fill(self, values: list[tuple[int, Tensor]]) -> None:
-        """Take the requested values."""
-        self.values = values
+    def fill(self, values: list[tuple[int, Tensor]]) -> bool:
+        """Take what is wanted out of runs in order; return whether all of it is there."""
+        given = Runs(self.shape, self.dtype, values)
+        found = [(start, run) for start, stop in self.wanted if (run := given.run(start, stop)) is not None]
+        if len(found) == len(self.wanted):
+            self.values = found
+        return len(found) == len(self.wanted)
 
     def run(self, start: int, stop: int) -> Tensor | None:
         """Return elements, `(stop - start,)`, a view where they are in one run; None if some are missing."""
