@@ -16,10 +16,11 @@ rectangle change no sum. The digest sees those too, so a `Checksum` keeps both.
 
 The sums are integer operations of torch: they run where the tensor is, and are equal on every device.
 
-Note [Digests on devices] In the host's memory a digest is xxh3 of the bytes, a number. On a device it is a hash of
-    the `Sums`, and stays there as a tensor: many can be taken, kept and compared while nothing waits, and `on_host`
-    brings all requested digests at once. Tensors that are alike are read there together, up to 64 MiB at a
-    time: a model of many layers or buckets takes hardly more kernels than a small one.
+Note [Digests on devices]
+    In the host's memory a digest is xxh3 of the bytes, a number. On a device it is a hash of the `Sums`, and stays
+    there as a tensor: many can be taken, kept and compared while nothing waits, and `on_host` brings all requested
+    digests at once. Tensors that are alike are read there together, up to 64 MiB at a time: a model of many layers or
+    buckets takes hardly more kernels than a small one.
 """
 
 import dataclasses

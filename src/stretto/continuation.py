@@ -5,8 +5,8 @@
     job.published        the format in which the committed values that models show were published
     shown.<name>         the prediction that the model shows, for strategies that leave one at an update's end
     rank.<rank>          random states, buffers as this rank has them, and counts
-    owed.<rank>          the residual: rounding errors that this rank has yet to send, if the wire keeps them
-    debts.<node>.<name>  the same of a parameter, where the ranks of a node hold shards
+    `owed.<rank>`        the residual: rounding errors that this rank has yet to send, if the wire keeps them
+    `debts.<node>.<name>`  the same of a parameter, where the ranks of a node hold shards
     replica.<rank>       parameters, optimizer state and totals of this rank, where replicas differ; the name also says
                          which ranks hold the same, where workers are nodes
     scheduler            state of the scheduler that the library steps
@@ -102,7 +102,7 @@ class Continuation:
         return state
 
     def write_own(self, state: State, loader: Loader | None, extra: Any) -> State:
-        """Return the state of this rank alone; `state` is what `write` has returned."""
+        """Return the state of this rank alone; `state` comes from `write`."""
         mine = {
             "random": written_random_states(self._device),
             "buffers": self._buffers(state["model"]),
@@ -198,7 +198,7 @@ class Continuation:
             )
 
     def has_own_draws(self, state: State) -> bool:
-        """Return whether the loader that was saved, if it was, draws from generators of its own."""
+        """Return whether the saved loader, if any, draws from its own generators."""
         mine: Mapping[str, Any] = state.get("rank", {}).get(str(self._rank), {})
         return bool(mine.get("has_own_draws"))
 
@@ -213,8 +213,8 @@ class Continuation:
         The model shows what it showed then. Where this job publishes in another format, it shows that.
 
         Args:
-            state: The saved state, after `unpack_entries`. goes_on: Whether this rank's loader was set to its
-                position.
+            state: The saved state, after `unpack_entries`.
+            goes_on: Whether this rank's loader was set to its position.
         """
         rest = self.pass_of(state) if goes_on else None
         self._state.load(state)
@@ -382,7 +382,7 @@ def places(state: State) -> Iterator[tuple[dict[str, Any], str, str]]:
 
 
 def _kind_of(scheduler: Any) -> str:
-    """Return the classes of a scheduler and of those that it is made of."""
+    """Return the classes of a scheduler and of its parts."""
     inner = getattr(scheduler, "_schedulers", None) or getattr(scheduler, "members", ())
     return type(scheduler).__name__ + (f"({', '.join(map(_kind_of, inner))})" if inner else "")
 

@@ -39,7 +39,7 @@ def check_whole(missing: Sequence[str]) -> None:
     if missing:
         raise TornCheckpoint(
             f"the shares of all ranks do not cover {len(missing)} entries of this job, among them "
-            f"{missing[:3]}: expected shares of all ranks of a job over the same model; resume from a "
+            f"{missing[:3]}: expected the shares of all ranks, of a job over the same model; resume from a "
             "checkpoint"
         )
 

@@ -26,7 +26,8 @@ def folder_of(given: object, argument: str) -> Path:
     """Return the path of a folder that a program has given.
 
     Args:
-        given: The argument. argument: Its name, for messages.
+        given: The argument.
+        argument: Its name, for messages.
 
     Raises:
         ConfigError: It is no path.

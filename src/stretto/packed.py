@@ -4,8 +4,9 @@ Pickle lets bytes call any function. Packed bytes may hold numbers, text, bytes 
 dictionaries, tensors and NumPy arrays, and named tuples of the program's own modules. Other classes are refused when
 they are written, unless the program has named them to PyTorch with `torch.serialization.add_safe_globals`.
 
-Note [Bytes] PyTorch pickles bytes as text, which takes half as much again, and is slow to write and to read. So an
-    object with more than a few bytes is stored as a tensor.
+Note [Bytes]
+    PyTorch pickles bytes as text, which takes half as much again, and is slow to write and to read. So an object with
+    more than a few bytes is stored as a tensor.
 
 Note [Named tuples]
     A named tuple is sent as a dictionary of its class's name and its values. Where it is read, the class is looked up
@@ -72,7 +73,7 @@ def pack(value: Any, what: str) -> bytes:
 
 
 def unpack(packed: bytes | memoryview, what: str, place: str | Callable[[Any, str], Any] = "cpu") -> Any:
-    """Return what `pack` was given.
+    """Return the object that `pack` has packed.
 
     Args:
         packed: Bytes from anywhere.

@@ -183,8 +183,8 @@ class DataParallel:
         """Run one micro-batch's backward pass and count it.
 
         Args:
-            loss: Scalar mean over the units that `weight` counts. weight: Of the micro-batch, for example its number
-                of tokens; at least 0.
+            loss: Scalar mean over the units that `weight` counts.
+            weight: Of the micro-batch, for example its number of tokens; at least 0.
             samples: For the records; None takes the size of the batch that `feed` gave last, or 1.
 
         Returns:

@@ -144,8 +144,8 @@ class Recorder:
 
     Args:
         folder: Of the run; it is made if it does not exist.
-        job: The job to record; without one the rank is that of `torch.distributed` or of a launcher, and the folder
-            does not say which strategy ran.
+        job: The job to record; without one the rank comes from `torch.distributed` or a launcher, and the folder does
+            not say which strategy ran.
         tensorboard: Write events for TensorBoard too.
         settings: Settings to show on the page: learning rate, width, data.
 

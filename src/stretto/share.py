@@ -267,15 +267,15 @@ def hold(
     *,
     copies: bool,
 ) -> Held:
-    """Return what this rank holds of a job at rest.
+    """Return this rank's part of a job at rest.
 
     Args:
         continuation: Of the job.
         strategy: Its name.
-        state: What `continuation.write` has returned.
+        state: From `continuation.write`.
         loader: This rank's, if its position is to be held.
         extra: Anything.
-        copies: Hold copies, because the job continues; otherwise its own tensors, which must stay as they are.
+        copies: Hold copies, because the job continues; otherwise its own tensors, which must not change.
     """
     job = continuation.job
     entries = {name: into[key] for into, key, name in places(state)}

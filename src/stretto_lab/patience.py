@@ -59,7 +59,8 @@ def waiting(what: str, stream: TextIO | None = None) -> closing[Patience]:
     """Return a block in which one thing is waited for of which nothing is known but how long it has taken.
 
     Args:
-        what: Reason of the wait. stream: Where to print; None is the standard output.
+        what: Reason of the wait.
+        stream: Where to print; None is the standard output.
     """
     started = time.monotonic()
     return closing(Patience(lambda: f"{what}: {clock(time.monotonic() - started)} so far", stream))

@@ -93,6 +93,7 @@ OTHER_VOICE = {
     r"behind (?:`(?:feed|parallel)|update|step|that\b|it\b(?!,))": "after",
 }
 """Words that mark English in the order of another language, and what the field says."""
+_ARGUMENT = re.compile(r"^ +\w+:(?= )", re.MULTILINE)
 _MARKS = re.compile(rf"\b(?:{'|'.join(OTHER_VOICE)})\b", re.IGNORECASE)
 
 
@@ -145,6 +146,16 @@ def messages(tree: ast.AST) -> Iterator[str]:
 def test_messages_are_written_in_the_words_of_the_field() -> None:
     of_files = {
         str(file): [place for text in messages(parsed(file)) for place in marked(text)]
+        for file in package_files()
+    }
+    assert {file: places for file, places in of_files.items() if places} == {}
+
+
+def test_docstrings_are_written_in_the_words_of_the_field() -> None:
+    of_files = {
+        str(file): [
+            place for text in docstrings(parsed(file)) for place in marked(_ARGUMENT.sub("", text.value))
+        ]
         for file in package_files()
     }
     assert {file: places for file, places in of_files.items() if places} == {}

@@ -65,7 +65,7 @@ def wakes(rank: int, seed: int) -> set[float]:
         os.kill(os.getpid(), signal.SIGSTOP)
         own.fill_(666.0)
         begun(group, name, whole, own)
-        while group.is_whole:  # the collective itself may never end: see Note [Closed, and nobody is told]
+        while group.is_whole:  # the collective itself may never end: see Note [Closed without an error]
             time.sleep(0.01)
         group.leave()
         store.set("woken", "")

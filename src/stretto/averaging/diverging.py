@@ -1,7 +1,8 @@
 """Replicas that step with the same gradient: equal, until unseen damage lets one drift away.
 
-Note [Reunion] Rank r has stepped with its copy of the reduced gradient, and its masters are θ_r. All ranks exchange a
-    digest of θ_r and whether it is finite:
+Note [Reunion]
+    Rank r has stepped with its copy of the reduced gradient, and its masters are θ_r. All ranks exchange a digest of
+    θ_r and whether it is finite:
 
         all digests are equal       nothing is sent; the mean of equal values is that value, which a sum of M
                                     products with fl(1/M) is not, to the bit, for an M that is no power of two
@@ -43,7 +44,7 @@ _CONDITION = np.dtype([("digest", "<u8"), ("is_finite", "?"), ("product", "<f8")
 class DivergingReplica(Replica):
     """One rank's replica among others that should be the same.
 
-    The arguments are as for `Replica`; all ranks own everything.
+    Takes the arguments of `Replica`; all ranks own everything.
 
     Args:
         probe: Coordinates at which ranks are compared at an average; 0 compares nothing.

@@ -5,22 +5,22 @@ A worker steps alone: a rank, or the ranks of a node, which step alike (`stretto
 of the parameters or a part. Each rank reports at a departure everything that it has contributed since the one before,
 and its share of the weight is its share of the mean.
 
-Note [One fragment in progress] A fragment departs at the end of one update and arrives at the end of the same or of a
-    later update, before the next departure. Its values are copied at the departure. If it may be in flight for longer
-    than an update, a second lane sends it while the user's thread computes. There ranks gather the reports of the
-    round of its departure, average the model's buffers and take the outer step. The arrival makes all of that known
-    here: so at an arrival, and not at a departure, ranks learn of each other. No other code uses the group in
-    between: other messages wait until the fragment has arrived (`_arrive`), which changes nothing that the model
-    shows. Messages that do not pass through the replica, such as those for checkpoints, call `wait_for_transfers`
-    before.
+Note [One fragment in progress]
+    A fragment departs at the end of one update and arrives at the end of the same or of a later update, before the
+    next departure. Its values are copied at the departure. If it may be in flight for longer than an update, a second
+    lane sends it while the user's thread computes. There ranks gather the reports of the round of its departure,
+    average the model's buffers and take the outer step. The arrival makes all of that known here: so at an arrival,
+    and not at a departure, ranks learn of each other. No other code uses the group in between: other messages wait
+    until the fragment has arrived (`_arrive`), which changes nothing that the model shows. Messages that do not pass
+    through the replica, such as those for checkpoints, call `wait_for_transfers` before.
 
-Note [The end of one rank] Only a rank itself knows that its data end, and a rank whose loader has a length knows it
-    earlier than others. So its behaviour among the others may not depend on that: it steps, launches as planned and
-    reports its last update as if more were to come, because the others may settle or save there. Only then, in an
-    empty round, it says so, completes the fragment in flight, and waits for the others at their next departure. If
-    none of them has a departure to make, all have reached the end, and all replicas are replaced by their mean.
-    Anchor and velocity are not changed: should training continue, the next outer step finds the whole way from the
-    anchor.
+Note [The end of one rank]
+    Only a rank itself knows that its data end, and a rank whose loader has a length knows it earlier than others. So
+    its behaviour among the others may not depend on that: it steps, launches as planned and reports its last update
+    as if more were to come, because the others may settle or save there. Only then, in an empty round, it says so,
+    completes the fragment in flight, and waits for the others at their next departure. If none of them has a
+    departure to make, all have reached the end, and all replicas are replaced by their mean. Anchor and velocity are
+    not changed: should training continue, the next outer step finds the whole way from the anchor.
 """
 
 import dataclasses
@@ -82,7 +82,10 @@ class FragmentTransfer:
 class LocalReplica(Replica):
     """One rank's replica among others that step with their own gradients.
 
-    The arguments are as for `Replica`, and: worker: The ranks that step this replica alike.
+    Takes the arguments of `Replica`.
+
+    Args:
+        worker: The ranks that step this replica alike.
         fragments: The number of fragments of the parameters for outer steps; 0 takes none, and all are averaged
             together.
     """

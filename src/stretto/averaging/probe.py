@@ -14,8 +14,7 @@ Note [Signal and noise]
     whether values are damaged on their way, at their arrival or in memory.
 
     It is the variance of gradients, before any optimizer, so the estimate needs no knowledge of the optimizer. It is
-    no variance of
-    replicas: those that differ although their gradients do not have been damaged elsewhere.
+    not the variance of replicas: if replicas differ although their gradients do not, they were damaged elsewhere.
 """
 
 import dataclasses

@@ -1,10 +1,10 @@
 """Saves whose files are written during training.
 
-Note [At updates] A background thread writes and renames; it never communicates, because collectives of two threads
-    could meet in another order on another rank. A rank reports the end of its step of the save in its round report,
-    which it sends anyway. Once all have reported it, they gather the results after that update, and the next step
-    begins. So all learn of the end, or of a failure, at the same update, and an update in between has no collective
-    more.
+Note [At updates]
+    A background thread writes and renames; it never communicates, because collectives of two threads could meet in
+    another order on another rank. A rank reports the end of its step of the save in its round report, which it sends
+    anyway. Once all have reported it, they gather the results after that update, and the next step begins. So all
+    learn of the end, or of a failure, at the same update, and an update in between has no collective more.
 """
 
 from collections.abc import Callable, Sequence

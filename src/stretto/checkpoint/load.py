@@ -39,7 +39,7 @@ class Restored:
     step: int
     """Committed updates behind the checkpoint."""
     extra: Any
-    """What `save` was given."""
+    """The `extra` of `save`."""
     path: Path | None
     """The checkpoint's own folder; None where the state was in memory."""
     loader_states: tuple[Any, ...]

@@ -36,8 +36,8 @@ def save(
     Args:
         parallel: The job.
         directory: Holds the checkpoints of one run, and is made if need be.
-        loader: This rank's, if its position is to be saved: `state_dict()`, or where it has none how many batches of
-            it `feed` has handed out.
+        loader: This rank's, if its position is to be saved: its `state_dict()`, or, if it has none, the number of
+            batches that `feed` gave out.
         extra: Numbers, text, containers, tensors, for example a scheduler's state; rank 0's is saved. Any other class
             has to be named with `torch.serialization.add_safe_globals`.
         keep: How many checkpoints stay, the last ones; at least 1.

@@ -104,7 +104,7 @@ class EchoBuffer:
 def rebuilt(batch: Any, replace: Callable[[Tensor], Tensor]) -> Any:
     """Return `batch` in new containers, with `replace(tensor)` in place of each tensor.
 
-    Containers are those of PyTorch's pytree: dictionaries, lists, tuples, named tuples, registered classes.
+    Containers are nodes of PyTorch's pytree: dictionaries, lists, tuples, named tuples, registered classes.
     Everything else, such as a NumPy array or a dataclass, is copied with all its contents.
 
     Raises:

@@ -8,10 +8,11 @@ this rank, over all epochs.
     Ready        batch by batch: a fresh one if one is ready, a held one if not
     Auto         as many uses as cost nothing, measured in the run (see `measured.py`)
 
-Note [The unit of an echo] All micro-batches of an update are taken at the same parameters, or at two of them
-    (`acco`). A second use of a batch within the update would bring the same gradient again. So a plan decides once
-    for all batches of an update: they are fresh, or they are the batches of the update before, in their order.
-    `Ready` decides for each batch, and never takes one that this update has used.
+Note [The unit of an echo]
+    All micro-batches of an update are taken at the same parameters, or at two of them (`acco`). A second use of a
+    batch within the update would bring the same gradient again. So a plan decides once for all batches of an update:
+    they are fresh, or they are the batches of the update before, in their order. `Ready` decides for each batch, and
+    never takes one that this update has used.
 """
 
 import math

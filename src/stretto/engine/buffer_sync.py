@@ -1,7 +1,8 @@
 """The model's floating-point buffers (BatchNorm's running statistics and the like), kept equal over ranks.
 
-Note [Statistics] The forward passes of a rank change its own copy. A round carries a snapshot. The communication lane
-    averages the buffers that changed on any rank, and the compute lane installs
+Note [Statistics]
+    The forward passes of a rank change its own copy. A round carries a snapshot. The communication lane averages the
+    buffers that changed on any rank, and the compute lane installs
 
         live ← average + (live - snapshot)
 
@@ -9,17 +10,18 @@ Note [Statistics] The forward passes of a rank change its own copy. A round carr
     ranks are equal at every update. For an overlapping strategy, the ranks agree on `average`, which evaluation and
     checkpoints see; `live` also holds what came after the snapshot.
 
-Note [Buffers of another kind] Modules may replace a buffer by a tensor of another shape or dtype, or by None. A rank
-    whose buffer is not of the kind that ranks agreed on says so in its report, and then all compare kinds. If they
-    are equal, ranks agree on the new kind from here on. If not, ranks cannot average, and nothing is agreed: every
-    rank keeps its own. Ranks compare again in every later round.
+Note [Buffers of another kind]
+    Modules may replace a buffer by a tensor of another shape or dtype, or by None. A rank whose buffer is not of the
+    kind that ranks agreed on says so in its report, and then all compare kinds. If they are equal, ranks agree on the
+    new kind from here on. If not, ranks cannot average, and nothing is agreed: every rank keeps its own. Ranks
+    compare again in every later round.
 
-Note [Buffers that are written at rest] The next round exchanges the user's writes to a buffer, like writes of forward
-    passes. Until that round is complete, and if none follows, no other rank knows of them. So Stretto shows, saves
-    and returns the agreed values, except for buffers that differ from the values of the last installed round, the
-    ready round or a checkpoint. Of these `settled` shows this rank's values. When all ranks meet anyway, at a
-    checkpoint and at the end, they agree on the mean. If ranks step alone, and have not met since, it is the mean of
-    their present values.
+Note [Buffers that are written at rest]
+    The next round exchanges the user's writes to a buffer, like writes of forward passes. Until that round is
+    complete, and if none follows, no other rank knows of them. So Stretto shows, saves and returns the agreed values,
+    except for buffers that differ from the values of the last installed round, the ready round or a checkpoint. Of
+    these `settled` shows this rank's values. When all ranks meet anyway, at a checkpoint and at the end, they agree
+    on the mean. If ranks step alone, and have not met since, it is the mean of their present values.
 
     Under strategies that overlap, a write after a round was closed is in the snapshot of the next round, and the
     values agreed in between lack it. So the lane keeps the buffers' values from the submission of the last round.
@@ -365,8 +367,8 @@ def average_at_rest(exchange: Exchange, buffer_sync: BufferSync, shown: Sequence
 
     Args:
         exchange: Connects the ranks.
-        statistics: The agreed values so far. shown: The values that this rank would show: the agreed values, or later
-            writes.
+        statistics: The agreed values so far.
+        shown: The values that this rank would show: the agreed values, or later writes.
     """
     records = exchange.gather_bytes(changes_of(buffer_sync.agreed, shown))
     on_any = [functools.reduce(operator.or_, flags) for flags in zip(*records, strict=True)]
@@ -387,8 +389,10 @@ def newest_at_rest(
         exchange: Connects the ranks.
         buffer_sync: This rank's.
         means: Of the ranks' present values, if any rank has contributed since a departure; otherwise the values
-            agreed before. snapshot: This rank's at that departure. averages: Of the ranks' snapshots, by index; newer
-            than the last installed values, if no rank has contributed since.
+            agreed before.
+        snapshot: This rank's at that departure.
+        averages: Of the ranks' snapshots, by index; newer than the last installed values, if no rank has contributed
+            since.
     """
     is_older = [mean is agreed for mean, agreed in zip(means, buffer_sync.agreed, strict=True)]
     newest = [averages.get(i, mean) if is_older[i] else mean for i, mean in enumerate(means)]

@@ -111,8 +111,9 @@ class RoundState:
         """What a round brought is installed.
 
         Args:
-            at_boundary: Whether it ended an update. steps: Committed updates so far. met: The reports of all ranks;
-                None if they have not met in it.
+            at_boundary: Whether it ended an update.
+            steps: Committed updates so far.
+            met: The reports of all ranks; None if they have not met in it.
         """
         self.enter(Stage.ACCUMULATING)
         if self.at_boundary:
@@ -529,7 +530,7 @@ class ComputeLane:
         return True
 
     def let_go(self) -> None:
-        """Let go of the model; see Note [Jobs that nobody holds] in `engine/holding.py`."""
+        """Let go of the model; see Note [Dropped jobs] in `engine/holding.py`."""
         self.hooks.unhook()
         self.lifetime.retire()
 

@@ -1,7 +1,7 @@
 """Hidden reductions: gradients leave while the last backward pass of a round still computes others.
 
-Note [Hidden reductions] In the last micro-batch of a round, a bucket is sent as soon as all its gradients have
-    arrived. There is no other
+Note [Hidden reductions]
+    In the last micro-batch of a round, a bucket is sent as soon as all its gradients have arrived. There is no other
     thread: hooks, which autograd calls for every gradient, start the next collectives and take up those that are
     complete, or in any case where works order streams (`stretto.engine.early_reduction`). None of them waits. Transfers
     still in flight after the backward pass are finished when the round is submitted.

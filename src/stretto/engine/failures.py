@@ -118,12 +118,14 @@ class FailureDetector:
         """Wait for `work`; `what` names it in messages.
 
         Args:
-            work: In progress. what: For messages.
+            work: In progress.
+            what: For messages.
             ranks: Who takes part; None for all.
 
         Raises:
             PeerFailed: A rank died or raised, or this rank's own failure has ended the job.
-            PeerSilent: A rank gives no sign of life, or the timeout passed and no rank is known to have died or raised.
+            PeerSilent: A rank gives no sign of life, or the timeout passed and no rank is known to have died or
+                raised.
         """
         stall_diagnosis: StallDiagnosis | None = None
         while True:
@@ -184,8 +186,9 @@ class Lifetime:
     """Whether one rank's job continues. Any error ends it, on all ranks.
 
     Args:
-        failures: Reports to the other ranks. leave: Releases the communication lane and the user's model; its
-            argument says whether to wait for work in progress.
+        failures: Reports to the other ranks.
+        leave: Releases the communication lane and the user's model; its argument says whether to wait for work in
+            progress.
     """
 
     def __init__(self, failures: FailureDetector, leave: Callable[..., None]) -> None:

@@ -1,9 +1,10 @@
 """Which job trains a parameter, and whether anybody still holds that job: one that was dropped cannot be finished.
 
-Note [Dropped jobs] Hooks keep a job, and autograd's nodes keep the hooks, in C++ where Python's garbage collection
-    does not look: a job that was dropped without `finish` would stay, with its model. So the hooks end when the job's
-    last holder does. That can happen at any moment and on any thread, so nothing else is done then: no gradient is
-    touched, no rank is informed, and the communication lane's work continues.
+Note [Dropped jobs]
+    Hooks keep a job, and autograd's nodes keep the hooks, in C++ where Python's garbage collection does not look: a
+    job that was dropped without `finish` would stay, with its model. So the hooks end when the job's last holder
+    does. That can happen at any moment and on any thread, so nothing else is done then: no gradient is touched, no
+    rank is informed, and the communication lane's work continues.
 
 Note [Estimates that stay]
     A job that was dropped, or ended by an error, may leave an estimate in the model. Hooks of the model refuse copies

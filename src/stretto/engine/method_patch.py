@@ -9,7 +9,8 @@ class MethodPatch:
 
     Args:
         owner: The object.
-        name: Of the method. call: The replacement.
+        name: Of the method.
+        call: The replacement.
     """
 
     def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:

@@ -106,7 +106,7 @@ def check_moved(
     Args:
         names: Of the parameters.
         tensors: Themselves.
-        memory: What `memory_of` has returned when the job began.
+        memory: Result of `memory_of` when the job began.
         before: Addresses that they had.
         where: Rank and step, for messages.
 
@@ -151,7 +151,8 @@ def check_step(error: Exception, effect: Effect, settings: Hyperparameters, wher
     """Raise if a step of the optimizer, or a preview of one, has failed with the settings of its groups.
 
     Args:
-        error: The raised error. effect: Of the strategy, during which it was raised.
+        error: The raised error.
+        effect: Of the strategy, during which it was raised.
         settings: Of the step.
         where: Rank and step, for messages.
 

@@ -47,8 +47,8 @@ class UserModel:
         parameters: The values that train, in the layout's order.
         optimizer: The user's optimizer: read, never stepped.
         layout: Names the parameters.
-        choices: The treatment of each buffer. registered: The model's parameters with these values; None if they are
-            `parameters`.
+        choices: The treatment of each buffer.
+        registered: The model's parameters with these values; None if they are `parameters`.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class UserModel:
         self._keys = {original_name(key): key for key in model.state_dict()}
         self._settled_until_training = False
         self._committed: Sequence[Tensor] | None = None
-        """What `settle` has shown instead of something else."""
+        """The values that `settle` shows."""
         self._is_warned = False
         self.remember()
 
@@ -214,7 +214,7 @@ class UserModel:
         self.saved_view = self._swap(SavedView("committed", self._committed, list(buffers), []))
 
     def changed(self) -> str | None:
-        """Return the name of a parameter in which somebody has written over what `settle` has shown; None without."""
+        """Return the name of a parameter that was written since `settle`; None without one."""
         if self._committed is None:
             return None
         # Versions would not tell: a save inside the block shows other values for a while, and counts as a write.

@@ -1,21 +1,22 @@
 """Messages between the ranks of a node, if each holds a shard of the node's one replica.
 
-Note [One rank of shards] FSDP2 adds up the gradients of a node's ranks, and each rank has the sums of its shard. The
-    strategy runs between ranks that hold the same shard of different nodes. It sees a smaller model, whose rank is
-    the node. So all deciding values are merged inside the node before they are sent, and all shards of a replica take
-    the same step:
+Note [One rank of shards]
+    FSDP2 adds up the gradients of a node's ranks, and each rank has the sums of its shard. The strategy runs between
+    ranks that hold the same shard of different nodes. It sees a smaller model, whose rank is the node. So all
+    deciding values are merged inside the node before they are sent, and all shards of a replica take the same step:
 
         weight, samples, losses, squared norm   the sum over the node's ranks, in rank order
         finite                                  on all of them
-        used, changed, late                     on any
+        used, changed, `torn`                   on any
         vote                                    the strongest
         settings                                the same, or an error
 
     The group is the node's own. No node waits for another here.
 
-Note [Two lanes ask] Each lane asks on its own group, because nothing orders the calls of the two lanes. The compute
-    lane uses FSDP2's group, which no other code uses: passes through the model, and questions between them, come in
-    the same order on all ranks of a node.
+Note [Two lanes ask]
+    Each lane asks on its own group, because nothing orders the calls of the two lanes. The compute lane uses FSDP2's
+    group, which no other code uses: passes through the model, and questions between them, come in the same order on
+    all ranks of a node.
 """
 
 import dataclasses

@@ -164,7 +164,8 @@ def generator_of(noise: Noise, what: str, rank: int, step: int, device: torch.de
 
     Args:
         noise: Has the seed.
-        what: The values; each kind has separate draws. rank: Receives them.
+        what: The values; each kind has separate draws.
+        rank: Receives them.
         step: Committed updates before.
         device: Of the values; every kind draws its own numbers.
     """

@@ -1,10 +1,10 @@
-"""What crosses from one lane to the other and back, and who hears of it.
+"""The objects that pass between the two lanes, and their listeners.
 
 Listener        receives the events of the compute lane
 Round           a closed round; the communication lane owns all of it until it is installed
 Reduction       the summed gradients
-Progress        where the job stands on the communication lane, and its update in progress
-Landing         the result: values to show, and the update if one was committed
+Progress        the position of the job on the communication lane, and its update in progress
+`Landing`       the result: values to show, and the update if one was committed
 """
 
 import dataclasses
@@ -133,10 +133,10 @@ class Round:
         return torch.stack(extremes).isfinite().all()
 
     def measured(self, finite: Tensor, norm_squared: Tensor) -> Measured:
-        """Return what this rank's device knows of the round.
+        """Return this rank's measurements of the round on its device.
 
         Args:
-            finite: What `look_at_gradients` has returned when the round was submitted.
+            finite: Result of `look_at_gradients` when the round was submitted.
             norm_squared: Squared 2-norm of the gradients' sum, on the slices that this rank owns.
         """
         return Measured(

@@ -1,9 +1,10 @@
 """A model that FSDP2 has sharded inside a node: its shards hold the shown values, and take up gradients.
 
-Note [Never stale] FSDP2 gathers parameters for a forward pass, and copies the shards' values. Parameters of the root
-    module, and all with `reshard_after_forward=False`, stay gathered until a backward pass is over. If other values
-    are installed after a forward pass without a backward one, an evaluation, say, the next forward pass would use the
-    old ones. So every installation of values drops gathered copies.
+Note [Never stale]
+    FSDP2 gathers parameters for a forward pass, and copies the shards' values. Parameters of the root module, and all
+    with `reshard_after_forward=False`, stay gathered until a backward pass is over. If other values are installed
+    after a forward pass without a backward one, an evaluation, say, the next forward pass would use the old ones. So
+    every installation of values drops gathered copies.
 
 Note [Into the buffer]
     FSDP2 reduces gradients inside the node and adds them, in place, into what a parameter has as `.grad`: a `DTensor`

@@ -1,8 +1,9 @@
 """The streams of a device, which does later what its host has called: order between them, and times on them.
 
-Note [Streams] Work starts after the stream that spawned it has reached the call. A stream that takes the result waits
-    for the side stream. Neither wait blocks host code, and neither does a wait for a collective that orders streams:
-    work that is queued next comes after it. So the host may drop a tensor that its stream has not read yet.
+Note [Streams]
+    Work starts after the stream that spawned it has reached the call. A stream that takes the result waits for the
+    side stream. Neither wait blocks host code, and neither does a wait for a collective that orders streams: work
+    that is queued next comes after it. So the host may drop a tensor that its stream has not read yet.
 
     Memory that is freed goes back to the stream that allocated it, and is given again in that stream's order. So each
     lane may free what it has allocated itself, at any time. What crosses from one lane to the other is freed by no
@@ -10,10 +11,11 @@ Note [Streams] Work starts after the stream that spawned it has reached the call
     as long as the job, a round and a fragment's values until they are installed. Scratch memory that becomes too
     small while a departure is queued is the only exception, and it is marked (`record_stream`).
 
-Note [Late times] No code waits for a time. A device ends a stretch long after the host has called for its end. So a
-    stretch is counted when the host asks next and finds that the device has passed it, in general a round later. Sums
-    over many updates are right. A single update may have the stretches of another, and the stretches of a job's last
-    round are not counted.
+Note [Late times]
+    No code waits for a time. A device ends a stretch long after the host has called for its end. So a stretch is
+    counted when the host asks next and finds that the device has passed it, in general a round later. Sums over many
+    updates are right. A single update may have the stretches of another, and the stretches of a job's last round are
+    not counted.
 """
 
 from collections import deque

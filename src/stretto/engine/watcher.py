@@ -1,9 +1,9 @@
 """The watcher: a thread of each rank that gives signs of life in the job's store, and reads the signs of others
 there.
 
-Note [Calls of the store] No call of a `TCPStore` gives up on a host that is stopped or cut off. So only this thread
-    calls the store, on its own connection. Other threads read its last findings, give it texts to write, and wait for
-    it for a bounded time.
+Note [Calls of the store]
+    No call of a `TCPStore` gives up on a host that is stopped or cut off. So only this thread calls the store, on its
+    own connection. Other threads read its last findings, give it texts to write, and wait for it for a bounded time.
 
 Note [How long a rank is silent]
     What counts is the time between looks that the store has answered, and of a longer pause no more than two periods.
@@ -62,8 +62,8 @@ class Watcher:
     """Gives signs of this rank's life, and knows what others have written.
 
     Args:
-        store: Of the job's group; None, or a rank alone, watches no rank. members: Of the job: their ranks in the
-            default group, as their supervisor names them.
+        store: Of the job's group; None, or a rank alone, watches no rank.
+        members: Of the job: their ranks in the default group, as their supervisor names them.
         rank: Of this process among them.
         keeps_store: Whether the store ends with this process.
         host: The address at which other ranks see this one, for its answers; None for the address towards the store.

@@ -72,7 +72,9 @@ class Exchange:
         that kept its own wider values would differ from all other ranks in every element.
 
     Args:
-        group: Used by no other code. layout: Of the buffers. wire: The format of contributions and other values.
+        group: Used by no other code.
+        layout: Of the buffers.
+        wire: The format of contributions and other values.
         wait: Waits for a collective, whose result the host needs.
         follow: Continues after a collective in the order of streams; None where works do not order them.
         numbers: How the job numbers the ranks of the group, where they are some of its ranks.
@@ -296,8 +298,9 @@ class Exchange:
 
         Args:
             whole: Has this rank's slice at its position; overwritten.
-            index: Of the transfer: transfers in flight have separate scratch memory. dtype: In which values are sent.
-                what: Name of the wait, for messages.
+            index: Of the transfer: transfers in flight have separate scratch memory.
+            dtype: In which values are sent.
+            what: Name of the wait, for messages.
         """
         arrived = whole
         if whole.dtype != dtype:
@@ -314,7 +317,8 @@ class Exchange:
             level: The ranks.
             index: Of the transfer.
             own: `(numel,)`; may be this rank's part of `whole`.
-            whole: `(ranks * numel,)`, overwritten. what: Name of the wait, for messages.
+            whole: `(ranks * numel,)`, overwritten.
+            what: Name of the wait, for messages.
         """
         is_everyone = len(level.ranks) == self.world_size
         outgoing, copies = own, 1 if is_everyone else len(level.ranks)

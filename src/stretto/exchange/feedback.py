@@ -2,11 +2,12 @@
 
     send q(g_t + e_t),   e_{t+1} = g_t + e_t - q(g_t + e_t)
 
-Note [What counts] Over any run, the values that a rank's owners have received plus the rank's residual e equal its
-    contributions to rounds that counted. Two things must not change e: a round that is skipped, because its
-    contributions count nowhere, and a parameter that this rank has not used in the round, because perhaps no rank has
-    used it, and then no rank steps with the sent values. So a rank adds and sends errors of the parameters that it
-    has used, and only remembers the new errors when the round's report is there.
+Note [What counts]
+    Over any run, the values that a rank's owners have received plus the rank's residual e equal its contributions to
+    rounds that counted. Two things must not change e: a round that is skipped, because its contributions count
+    nowhere, and a parameter that this rank has not used in the round, because perhaps no rank has used it, and then
+    no rank steps with the sent values. So a rank adds and sends errors of the parameters that it has used, and only
+    remembers the new errors when the round's report is there.
 
 Source: Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of
 Speech DNNs".

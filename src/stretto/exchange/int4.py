@@ -15,9 +15,10 @@ from stretto.exchange.wire import block_scales
 class Int4(IntegerWire):
     """Thirty-two bytes, each with two integers that are neighbours; a bf16 scale.
 
-    Note [Neighbours] A pair of bytes is one int16. So every operation takes a whole tensor, and not a part of each
-        block, which doubles the speed of unpacking. Other bits are cut off: when the pair becomes one byte, and by a
-        mask on the way back.
+    Note [Neighbours]
+        A pair of bytes is one int16. So every operation takes a whole tensor, and not a part of each block, which
+        doubles the speed of unpacking. Other bits are cut off: when the pair becomes one byte, and by a mask on the
+        way back.
     """
 
     name = "int4"

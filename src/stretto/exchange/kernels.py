@@ -4,10 +4,10 @@ Each format is defined in its own file; here is its arithmetic once more. `stret
 where a CUDA tensor is packed and there is Triton. A packed block is a row of words: integers, the first one in the
 lowest bits, and a scale in the last word.
 
-Note [The same bits] Divisions round to nearest (`div_rn`), and nothing is contracted to a fused multiply-add
-    (`_EXACT`). Adding 1.5 · 2^23 rounds to an integer, halves to even, which is then in the lowest bits of the sum.
-    The largest of a block is found among the bits of its values, where NaN is larger than infinity. Sums have the
-    order of `block_sums`.
+Note [The same bits]
+    Divisions round to nearest (`div_rn`), and nothing is contracted to a fused multiply-add (`_EXACT`). Adding 1.5 ·
+    2^23 rounds to an integer, halves to even, which is then in the lowest bits of the sum. The largest of a block is
+    found among the bits of its values, where NaN is larger than infinity. Sums have the order of `block_sums`.
 """
 
 from typing import Any
@@ -51,7 +51,7 @@ def pack_integers(values: Tensor, content: Tensor, integers: dict[str, Any]) -> 
 
 
 def unpack_integers(content: Tensor, values: Tensor, integers: dict[str, Any]) -> None:
-    """Unpack what `pack_integers` has packed into values, float32."""
+    """Unpack the result of `pack_integers` into values, float32."""
     count, words = values.numel() // 64, content.view(_word(integers))
     shape = {name: integers[name] for name in ("zero", "bits", "word_bits")}
     with torch.cuda.device_of(values):
@@ -331,7 +331,7 @@ def _unpack_levels(packed, blocks, levels, count, bits: tl.constexpr):
 
 @triton.jit
 def _load_bits(row, inside, length: tl.constexpr):
-    """Return what `_store_bits` has stored."""
+    """Return the values that `_store_bits` stored."""
     columns = tl.arange(0, _BLOCK)
     joined = tl.load(row[:, None] + (columns % (8 * length))[None, :], mask=inside[:, None], other=0)
     return (joined.to(tl.int32) >> (columns // (8 * length) * length)[None, :]) & ((1 << length) - 1)

@@ -78,8 +78,9 @@ class Rotated(FusedWire):
 
     Args:
         bits: Of a value, 1 to 4.
-        stream: Name of the transfer; this and the rest decide the rotation. round_index: Of the round. ranks: The
-            sender of each row; rows have equal length. A rank that packs has written all of them.
+        stream: Name of the transfer; this and the rest decide the rotation.
+        round_index: Of the round.
+        ranks: The sender of each row; rows have equal length. A rank that packs has written all of them.
     """
 
     is_unbiased = True
@@ -171,7 +172,8 @@ def _rounded(scales: Tensor, first: int, count: int) -> Tensor:
     """Return scales rounded to bf16, which is right on average; infinite ones become the largest one.
 
     Args:
-        scales: `(n, 1)`, of rows of `count` blocks. first: Offset of the first of a row before it is cut off.
+        scales: `(n, 1)`, of rows of `count` blocks.
+        first: Offset of the first of a row before it is cut off.
         count: Each row is rounded as if it were alone.
     """
     added = torch.arange(count, dtype=torch.int32, device=scales.device)

@@ -66,12 +66,13 @@ class VerifiedExchange(Exchange):
         or a whole slice: so a sample of every sum has to be within its rounding of a sum in float64. Where a sum came
         out wrong, the same may also make single elements alike: when it is repeated, all are looked at.
 
-    Note [Repeats] A *phase* is the sums of all buckets, or a gather of all. The results of its checks stay on the
-        device until its end; the host reads them once. Then comes a small gather: how many rows and sums does each
-        rank miss? If none are missing, the phase is over. Otherwise every rank learns who misses what, and all ranks
-        run the transfers of those buckets again, on all levels, because values from a damaged row may have been
-        passed on in undamaged rows. Until then sources are not changed: the buffers of contributions, and an owner's
-        slice, which no sent copy replaces. After `REPEATS` repeats every rank raises the same error.
+    Note [Repeats]
+        A *phase* is the sums of all buckets, or a gather of all. The results of its checks stay on the device until
+        its end; the host reads them once. Then comes a small gather: how many rows and sums does each rank miss? If
+        none are missing, the phase is over. Otherwise every rank learns who misses what, and all ranks run the
+        transfers of those buckets again, on all levels, because values from a damaged row may have been passed on in
+        undamaged rows. Until then sources are not changed: the buffers of contributions, and an owner's slice, which
+        no sent copy replaces. After `REPEATS` repeats every rank raises the same error.
     """
 
     is_verified = True

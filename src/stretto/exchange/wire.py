@@ -47,8 +47,10 @@ class Wire(ABC):
         the same bits.
 
         Args:
-            stream: Name of the transfer. round_index: Of the round. ranks: The sender, for each of the equally long
-                rows that are written or read at once. The bits of a row do not depend on the others.
+            stream: Name of the transfer.
+            round_index: Of the round.
+            ranks: The sender, for each of the equally long rows that are written or read at once. The bits of a row
+                do not depend on the others.
         """
         return self
 

@@ -1,7 +1,8 @@
-"""Where a pass stands over a loader without a state of its own, such as a `DataLoader`.
+"""The position of a pass over a loader without a state, such as a `DataLoader`.
 
-A checkpoint holds the draws with which the pass began, and how many batches were given out. `load` begins the pass
-again with these draws, and reads and drops as many. The last one tells whether the loader gives the same ones again.
+A checkpoint holds the draws with which the pass began, and the number of its batches so far. `load` begins the pass
+again with these draws, and reads and drops as many. The last of them shows whether the loader gives the same batches
+again.
 """
 
 from collections import deque
@@ -28,14 +29,14 @@ from stretto.random_states import (
 
 
 def has_state(loader: object) -> bool:
-    """Return whether a loader says itself where it stands."""
+    """Return whether a loader has a state with its position."""
     return not isinstance(loader, type) and all(
         callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict")
     )
 
 
 def draws_of(loader: Any, device: torch.device) -> dict[str, Any]:
-    """Return what decides, beside the loader's own code, which batches its next pass has."""
+    """Return the random states and the epoch that decide the batches of a loader's next pass."""
     return {
         "random": written_random_states(device),
         "generators": [one.get_state() for one in _generators(loader)],
@@ -44,15 +45,15 @@ def draws_of(loader: Any, device: torch.device) -> dict[str, Any]:
 
 
 def draw_as(loader: Any, draws: Mapping[str, Any]) -> None:
-    """Let the generators of a loader go on from what `draws_of` has returned.
+    """Set the generators of a loader to the draws from `draws_of`.
 
     Raises:
-        CheckpointError: It has others.
+        CheckpointError: It has other generators.
     """
     generators = _generators(loader)
     if len(generators) != len(draws["generators"]):
         raise CheckpointError(
-            f"loader: expected {len(draws['generators'])} generators, as the one that was saved had, found "
+            f"loader: expected {len(draws['generators'])} generators, as in the saved loader, found "
             f"{len(generators)}: build it with the same generator= and sampler="
         )
     for one, state in zip(generators, draws["generators"], strict=True):
@@ -62,7 +63,7 @@ def draw_as(loader: Any, draws: Mapping[str, Any]) -> None:
 def rest_of_pass(
     loader: Iterable[Any], saved: Mapping[str, Any], device: torch.device
 ) -> tuple[Iterator[Any], str]:
-    """Return the batches behind those that were given out, and what is not exact in words.
+    """Return the remaining batches, and a note if they are not exact.
 
     Raises:
         CheckpointError: The loader has fewer batches.
@@ -77,19 +78,19 @@ def rest_of_pass(
         last = deque(enumerate(islice(batches, position), start=1), maxlen=1)
     if not last or last[0][0] < position:
         raise CheckpointError(
-            f"loader: it has ended before batch {position}, behind which the checkpoint was saved: expected the same "
-            "data"
+            f"loader: it has ended before batch {position}, after which the checkpoint was saved: expected "
+            "the same data"
         )
     is_same = _orders_by_draws(loader) or 0 < saved["digest"] == digest_of(last[0][1])
     note = (
-        f"the loader has no state, and its pass began again: batch {position} differs from that before, or cannot be "
-        "compared; give it a sampler that draws the same order in every process"
+        f"the loader has no state, and its pass began again: batch {position} differs from the earlier batch "
+        f"{position}, or cannot be compared; give it a sampler that draws the same order in every process"
     )
     return batches, "" if is_same else note
 
 
 def digest_of(batch: object) -> int:
-    """Return a digest of what a batch holds; 0 where that cannot be told."""
+    """Return a digest of what a batch holds; 0 if it has none."""
     try:
         leaves = [torch.as_tensor(one) if isinstance(one, np.ndarray) else one for one in leaves_of(batch)]
         told = [(digest(one), one.shape) if isinstance(one, Tensor) else one for one in leaves]

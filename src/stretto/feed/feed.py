@@ -12,13 +12,13 @@ Note [The end of the data]
     parameters. Where the number of updates is given, nothing is accumulated after the last update: its rounds are
     completed at once.
 
-Note [Batches that are out] A loop may ask for the next batch before it has counted the one in hand: between forward
-    and backward pass, or to see which batch is the last. Then as many batches are out whenever it asks, from its
-    first batch on, and few. A loop that skips batches has at some time none out, or ever more. Where a loop that
-    looks ahead asks and there is nothing more to give out, the iterator stops, and the pass ends when the
-    micro-batches of the batches that are out are counted, inside that call. `feed` cannot distinguish a loop that
-    skips its first few batches: its pass ends with the job's next call for rest, the next `feed`, `finish` or
-    `commit`.
+Note [Batches that are out]
+    A loop may ask for the next batch before it has counted the one in hand: between forward and backward pass, or to
+    see which batch is the last. Then as many batches are out whenever it asks, from its first batch on, and few. A
+    loop that skips batches has at some time none out, or ever more. Where a loop that looks ahead asks and there is
+    nothing more to give out, the iterator stops, and the pass ends when the micro-batches of the batches that are out
+    are counted, inside that call. `feed` cannot distinguish a loop that skips its first few batches: its pass ends
+    with the job's next call for rest, the next `feed`, `finish` or `commit`.
 """
 
 import collections
@@ -498,10 +498,11 @@ class Feed:
         return self._pass is not None and bool((self._pass.draws or {}).get("generators"))
 
     def restore(self, loader: Any, state: Any, place: Mapping[str, Any]) -> str:
-        """Bring a loader to where it was saved, inside the pass at `place` or behind it; return what is not exact.
+        """Bring a loader to its saved position, inside the pass at `place` or after it; return a note if that is not
+        exact.
 
         Raises:
-            CheckpointError: The state is one of a loader of another kind.
+            CheckpointError: The state belongs to a loader of another kind.
         """
         is_counted = isinstance(state, Mapping) and state.keys() == {"now", "begun", "position", "digest"}
         if again.has_state(loader) == is_counted:
@@ -523,9 +524,9 @@ class Feed:
         return note
 
     def pass_state(self) -> Mapping[str, Any] | None:
-        """Return where the pass in progress is, for a checkpoint with the loader's state; None where there is none.
+        """Return where the pass in progress is, for a checkpoint with the loader's state; None without one.
 
-        One that was left before its end counts: its rest is not what comes next.
+        A pass that ended early counts too: its rest does not follow.
         """
         if self._restored is not None:
             return self._restored

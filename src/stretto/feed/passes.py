@@ -1,10 +1,11 @@
 """What may be asked of a loader of any kind, and what a checkpoint says of a pass over it.
 
-Note [A pass in a checkpoint] A loader's state has the position of its iterator, which may be the end although the
-    loop has not left the pass: in the last batch, in an update that is committed after it, or while other ranks have
-    more data. A checkpoint with a loader says where the pass is, too, and the first one after `load` is the rest of
-    it, which may be empty. If a pass ended early, because another rank had no more data or the updates were done, no
-    loop gets the rest: the first pass after `load` begins again, as it does in the run that saved.
+Note [A pass in a checkpoint]
+    A loader's state has the position of its iterator, which may be the end although the loop has not left the pass:
+    in the last batch, in an update that is committed after it, or while other ranks have more data. A checkpoint with
+    a loader says where the pass is, too, and the first one after `load` is the rest of it, which may be empty. If a
+    pass ended early, because another rank had no more data or the updates were done, no loop gets the rest: the first
+    pass after `load` begins again, as it does in the run that saved.
 """
 
 import copy

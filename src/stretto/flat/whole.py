@@ -1,12 +1,13 @@
 """Where tensors are that may not be cut: whole, in slices that are as equal as they can be.
 
-Note [Whole tensors] Tensors come in the order in which their gradients arrive. A bucket takes them until it is full,
-    and until its longest slice L is at most 10 % longer than the mean slice; it has W·L elements then, the rest of
-    them padding. Within a bucket the longest tensor comes first, and each goes to the slice that is shortest so far.
-    The bucket that remains at the end is joined with the bucket before, repeatedly, until it too is even enough. So
-    either no more than 10 % of a set's content is added, or the set is one bucket. By Graham's bound (SIAM J. Appl.
-    Math. 17, 1969) one bucket has at most W - 1 times its longest tensor on top of its content: it is the price of a
-    tensor that is larger than a rank's share of everything.
+Note [Whole tensors]
+    Tensors come in the order in which their gradients arrive. A bucket takes them until it is full, and until its
+    longest slice L is at most 10 % longer than the mean slice; it has W·L elements then, the rest of them padding.
+    Within a bucket the longest tensor comes first, and each goes to the slice that is shortest so far. The bucket
+    that remains at the end is joined with the bucket before, repeatedly, until it too is even enough. So either no
+    more than 10 % of a set's content is added, or the set is one bucket. By Graham's bound (SIAM J. Appl. Math. 17,
+    1969) one bucket has at most W - 1 times its longest tensor on top of its content: it is the price of a tensor
+    that is larger than a rank's share of everything.
 """
 
 import heapq

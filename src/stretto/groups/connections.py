@@ -1,6 +1,7 @@
 """The connections of a Gloo group: which are closed, and who was at their other end.
 
-Note [Closed without an error] When a connection ends, Gloo fails the transfers that are in flight on it, but forgets
+Note [Closed without an error]
+    When a connection ends, Gloo fails the transfers that are in flight on it, but forgets
 the queued sends: a wait for a queued send never returns. Gloo closes the descriptor in every case. So a look at the
 descriptors finds an end that a wait may miss.
 """

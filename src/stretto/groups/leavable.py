@@ -1,10 +1,10 @@
 """A Gloo group that a process can leave while others are in it and collectives are in flight.
 
-Note [Leaving a group] Gloo closes the connections of a group with the last reference to it, and `abort` does nothing.
-    Two things follow. If a process was stopped, lost its place in the job, and wakes, it would write into the buffers
-    of the others, and no side would get an error. So a process that leaves shuts its connections: transfers in flight
-    end on both sides, and nothing more arrives. The socket that listens stays, because Gloo ends the process without
-    it.
+Note [Leaving a group]
+    Gloo closes the connections of a group with the last reference to it, and `abort` does nothing. Two things follow.
+    If a process was stopped, lost its place in the job, and wakes, it would write into the buffers of the others, and
+    no side would get an error. So a process that leaves shuts its connections: transfers in flight end on both sides,
+    and nothing more arrives. The socket that listens stays, because Gloo ends the process without it.
 
     The destructor waits for pending work, which may take the group's whole timeout, and any garbage collection may
     run it. So the last reference is a thread's, which does nothing but drop it. Python aborts the process if it ends

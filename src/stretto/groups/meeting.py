@@ -1,11 +1,12 @@
 """Ranks meet before they connect: each waits until all have come, and hears of it if one of them dies meanwhile.
 
-Note [Dead or late] While it connects, a backend waits for every rank until its time-out, for a dead rank as for a
-    rank that still reads data. So each rank first writes into the store which connections it has, of the default
-    group for example. A closed connection alone proves nothing: an earlier group may end at any time. If all
-    connections between two ranks are closed, they may still belong to such a group, so the rank asks, and every rank
-    in the meeting answers at its next look. A rank that does not answer is dead. A rank that has connected the new
-    group answers no more, but then the others connect within milliseconds.
+Note [Dead or late]
+    While it connects, a backend waits for every rank until its time-out, for a dead rank as for a rank that still
+    reads data. So each rank first writes into the store which connections it has, of the default group for example. A
+    closed connection alone proves nothing: an earlier group may end at any time. If all connections between two ranks
+    are closed, they may still belong to such a group, so the rank asks, and every rank in the meeting answers at its
+    next look. A rank that does not answer is dead. A rank that has connected the new group answers no more, but then
+    the others connect within milliseconds.
 
     If a rank has not come yet, only its supervisor can report that it is dead. The first rank that finds a dead rank
     writes it down before it raises, because it closes its own connections then; all report the same.

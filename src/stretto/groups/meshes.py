@@ -1,8 +1,9 @@
 """Meshes over a group that a process can leave, for models that FSDP2 shards.
 
-Note [Equal meshes] Torch keeps one default group per process, and every mesh takes its groups from there. So a job
-    that is built again on other ranks has the default group made again, and all groups that torch makes meanwhile end
-    together with the given group.
+Note [Equal meshes]
+    Torch keeps one default group per process, and every mesh takes its groups from there. So a job that is built
+    again on other ranks has the default group made again, and all groups that torch makes meanwhile end together with
+    the given group.
 
     Torch also caches its results for a mesh, and treats equal meshes as one. So a new model's parameters may refer to
     a mesh of an ended job. Slices of a mesh of two dimensions are equal also where this process has moved from one

@@ -1,10 +1,11 @@
 """The library's own groups: no other code issues collectives on them, so results cannot be mixed up.
 
-Note [Names of groups] The ranks of a group find each other in the store under its name. Torch makes a name from how
-    many groups the process has made, or has: two ranks with further groups would get different names, and a falling
-    count would repeat a name, under which old addresses are stored. All ranks of the group have made the same number
-    of private groups over exactly these ranks. That number is in the name, and it is kept in the store itself, so no
-    name comes twice in one store, after any release.
+Note [Names of groups]
+    The ranks of a group find each other in the store under its name. Torch makes a name from how many groups the
+    process has made, or has: two ranks with further groups would get different names, and a falling count would
+    repeat a name, under which old addresses are stored. All ranks of the group have made the same number of private
+    groups over exactly these ranks. That number is in the name, and it is kept in the store itself, so no name comes
+    twice in one store, after any release.
 """
 
 import gc

@@ -36,8 +36,8 @@ def _scatter(
     Args:
         group: Of Gloo itself.
         output: `(n, ...)`.
-        input: As many values for each rank, in their order; it is not changed. options: With the reduction and the
-            timeout; None sums.
+        input: As many values for each rank, in their order; it is not changed.
+        options: With the reduction and the timeout; None sums.
     """
     chosen = dist.AllreduceOptions()
     if options is not None:

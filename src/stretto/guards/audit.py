@@ -106,13 +106,14 @@ class _RoundAudit:
     Rank r's round is run again by its auditor, rank r + distance. All rounds are audited at once, because a rank that
     is not audited would only wait.
 
-    Note [Who is right] Deterministic kernels give the same bits for the same round on every healthy rank. The audited
-        rank a has a gradient f_a. The auditor b runs the round again and gets f_b. If f_a = f_b, nothing is wrong. If
-        not, a, b and a third rank, the witness c, run it once more and get s_a, s_b, s_c. The gradient that two of
-        these share is right, and every rank that got another gradient, first or now, is named. If only two ranks
-        exist and they still differ, the only one that got the same gradient twice is right. Otherwise there are two
-        cases. If a and b each got two different gradients, the kernels are not deterministic, and values are compared
-        within a tolerance. If both repeated their own, no majority shows which rank is wrong.
+    Note [Who is right]
+        Deterministic kernels give the same bits for the same round on every healthy rank. The audited rank a has a
+        gradient f_a. The auditor b runs the round again and gets f_b. If f_a = f_b, nothing is wrong. If not, a, b
+        and a third rank, the witness c, run it once more and get s_a, s_b, s_c. The gradient that two of these share
+        is right, and every rank that got another gradient, first or now, is named. If only two ranks exist and they
+        still differ, the only one that got the same gradient twice is right. Otherwise there are two cases. If a and
+        b each got two different gradients, the kernels are not deterministic, and values are compared within a
+        tolerance. If both repeated their own, no majority shows which rank is wrong.
 
     Args:
         rounds: All micro-batches of their round are counted, and nothing has been installed since.

@@ -61,11 +61,12 @@ def _runs(
 ) -> Iterator[list[Change]]:
     """Yield the runs that begin in `row` and explain these changes of sums; `columns` have changed.
 
-    Note [Runs] Damage often hits neighbouring words. A run that is shorter than a row is in one row, or at the end of
-        one row and the beginning of the next. It has at most one word in each column, so each column's change is the
-        change of one word. The code must find the split of the columns: columns from the split on are in `row`,
-        columns before it in the next row. The split must give both rows the change that their sums show. That change
-        may be zero although words changed: two flipped sign bits add 2^63 each, together 2^64.
+    Note [Runs]
+        Damage often hits neighbouring words. A run that is shorter than a row is in one row, or at the end of one row
+        and the beginning of the next. It has at most one word in each column, so each column's change is the change
+        of one word. The code must find the split of the columns: columns from the split on are in `row`, columns
+        before it in the next row. The split must give both rows the change that their sums show. That change may be
+        zero although words changed: two flipped sign bits add 2^63 each, together 2^64.
     """
     width = column_changes.numel()
     changes = column_changes[columns]

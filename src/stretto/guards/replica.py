@@ -39,10 +39,8 @@ class ReplicaGuard(Guard):
     Named: for every tensor, the ranks outside a strict majority. A member of the majority overwrites their tensors,
     and the guard compares again, before the model shows anything. If most ranks are damaged alike, the majority is
     wrong, and the healthy rank is named. Without a majority, as between two ranks, values to be shown are computed
-    again to
-    decide: from their seal (`AtRest`), or from masters that agree. If this does not decide, the job ends. Use
-    `AtRest` as well: it names the rank whose values changed while they were at rest, and mends them before others
-    read them.
+    again, from their seal (`AtRest`) or from masters that agree; if this does not decide, the job ends. Use `AtRest`
+    as well: it names the rank whose values changed while they were at rest, and mends them before others read them.
     Traffic: eight bytes per rank and update if nothing is damaged.
     """
 

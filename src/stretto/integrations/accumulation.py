@@ -1,12 +1,13 @@
 """An accumulation of another trainer on a job, counted where that trainer ends its micro-batches.
 
-Note [Who ends a micro-batch] A trainer's micro-batch may have one backward pass, several, or none (a skipped sample).
-    So backward passes only accumulate, and the hook that the trainer calls after each micro-batch counts it, on all
-    ranks alike.
+Note [Who ends a micro-batch]
+    A trainer's micro-batch may have one backward pass, several, or none (a skipped sample). So backward passes only
+    accumulate, and the hook that the trainer calls after each micro-batch counts it, on all ranks alike.
 
-Note [Weights] A trainer divides a micro-batch's loss by their number, and its gradients are sums. The weights of an
-    accumulation add up to one for each rank, skipped samples included, so that `.grad` and the mean over ranks are
-    the trainer's own.
+Note [Weights]
+    A trainer divides a micro-batch's loss by their number, and its gradients are sums. The weights of an accumulation
+    add up to one for each rank, skipped samples included, so that `.grad` and the mean over ranks are the trainer's
+    own.
 """
 
 import logging

@@ -1,21 +1,24 @@
 """`StrettoStrategy`: how Lightning's Trainer exchanges, on a job of this library.
 
-Note [What stays Lightning's] Its loop, data, callbacks, logs and files; and ranks, devices and precision, as its DDP
-    strategy has them. The backward pass of a batch runs through the job. A micro-batch counts where Lightning leaves
-    its closure, so also one whose `training_step` returned None. With the last micro-batch Lightning steps: the job
-    reduces, clips, and steps optimizer and schedule, or has these in flight.
+Note [What stays Lightning's]
+    Its loop, data, callbacks, logs and files; and ranks, devices and precision, as its DDP strategy has them. The
+    backward pass of a batch runs through the job. A micro-batch counts where Lightning leaves its closure, so also
+    one whose `training_step` returned None. With the last micro-batch Lightning steps: the job reduces, clips, and
+    steps optimizer and schedule, or has these in flight.
 
-Note [Where every update is complete] A strategy that overlaps commits an update after Lightning has counted it.
-    Before a validation or a checkpoint that follows a whole accumulation, and after an accumulation that is shorter
-    than the others, the job completes every update first. An accumulation that Lightning leaves before its step is
-    dropped, as Lightning zeroes its gradients.
+Note [Where every update is complete]
+    A strategy that overlaps commits an update after Lightning has counted it. Before a validation or a checkpoint
+    that follows a whole accumulation, and after an accumulation that is shorter than the others, the job completes
+    every update first. An accumulation that Lightning leaves before its step is dropped, as Lightning zeroes its
+    gradients.
 
 Note [Before other callbacks]
     A strategy hears of the end and of exceptions after all callbacks. But a callback may put an average into the model
     at the end, or save a file after an exception. So the job ends in a callback that stands before the others.
 
-Note [Two parts of a checkpoint] Lightning's own file has no state of the optimizer, of which every rank has a share.
-    Stretto writes that state to a folder next to the file.
+Note [Two parts of a checkpoint]
+    Lightning's own file has no state of the optimizer, of which every rank has a share. Stretto writes that state to
+    a folder next to the file.
 """
 
 import dataclasses

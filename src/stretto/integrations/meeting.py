@@ -1,9 +1,9 @@
 """Where the ranks of another trainer meet, and hear of one that has failed.
 
-Note [A trainer's own collectives] A trainer runs its own collectives to log, evaluate and save. They learn of no
-    failure: in such a collective a rank would wait for a rank that has raised an error, until that process ends or a
-    timeout passes. So ranks meet right before, in a collective that reports the error. It costs one small message per
-    rank.
+Note [A trainer's own collectives]
+    A trainer runs its own collectives to log, evaluate and save. They learn of no failure: in such a collective a
+    rank would wait for a rank that has raised an error, until that process ends or a timeout passes. So ranks meet
+    right before, in a collective that reports the error. It costs one small message per rank.
 """
 
 import zlib

@@ -1,10 +1,10 @@
 """What the module or a callback asks of Lightning's Trainer on one rank, all ranks do.
 
-Note [Where ranks agree] The loops of every rank read `should_stop` on that rank alone. After a clock or a signal on
-    one rank, that rank would end a loop in which the others wait for it. So ranks agree after each part of a loop in
-    which code of the user may have set it, before the loops look. On whether `on_train_batch_start` skips the rest of
-    the epoch they agree, too. Callbacks of Lightning itself ask on all ranks alike. If no other callback may ask,
-    ranks do not meet.
+Note [Where ranks agree]
+    The loops of every rank read `should_stop` on that rank alone. After a clock or a signal on one rank, that rank
+    would end a loop in which the others wait for it. So ranks agree after each part of a loop in which code of the
+    user may have set it, before the loops look. On whether `on_train_batch_start` skips the rest of the epoch they
+    agree, too. Callbacks of Lightning itself ask on all ranks alike. If no other callback may ask, ranks do not meet.
 
     With its answer each rank says at which part it is. Ranks at different parts have loaders of different
     lengths, or one has left a loop by a StopIteration.

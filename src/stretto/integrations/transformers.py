@@ -1,14 +1,16 @@
 """`StrettoTrainer`: the Trainer of Hugging Face transformers, on a job of this library.
 
-Note [What stays the Trainer's] Its loop, losses, data, callbacks, logs and files. Two of its parts meet the job. The
-    accelerator runs backward passes, here through the job, which counts a micro-batch after the Trainer's
-    `training_step`, and reduces, clips, and steps optimizer and schedule when an accumulation is full. The optimizer
-    is a face: the Trainer steps it at the end of an accumulation, when the job has done all that or has it in flight.
+Note [What stays the Trainer's]
+    Its loop, losses, data, callbacks, logs and files. Two of its parts meet the job. The accelerator runs backward
+    passes, here through the job, which counts a micro-batch after the Trainer's `training_step`, and reduces, clips,
+    and steps optimizer and schedule when an accumulation is full. The optimizer is a face: the Trainer steps it at
+    the end of an accumulation, when the job has done all that or has it in flight.
 
-Note [Where every update is complete] A strategy that overlaps commits an update after the Trainer has counted it.
-    Where the Trainer evaluates or saves, and after an accumulation that is shorter than the others, the job completes
-    every update first. So evaluations and files have `global_step` updates, and a run that resumes from there equals
-    the other to the bit. An accumulation that a callback ends inside is dropped, for the Trainer does not count it.
+Note [Where every update is complete]
+    A strategy that overlaps commits an update after the Trainer has counted it. Where the Trainer evaluates or saves,
+    and after an accumulation that is shorter than the others, the job completes every update first. So evaluations
+    and files have `global_step` updates, and a run that resumes from there equals the other to the bit. An
+    accumulation that a callback ends inside is dropped, for the Trainer does not count it.
 """
 
 import dataclasses

@@ -1,8 +1,9 @@
 """Steps of whole tensors whose rows the ranks of a node share.
 
-Note [Over shards] The optimizer's own code steps `DTensor`s over the node's ranks: PyTorch gathers the operands of
-    that code, as for an optimizer over FSDP2's parameters. Masters and state are not moved; gathered values exist
-    only during a step. All ranks of a node step the same tensors in the same order: shards go to owners alike
+Note [Over shards]
+    The optimizer's own code steps `DTensor`s over the node's ranks: PyTorch gathers the operands of that code, as for
+    an optimizer over FSDP2's parameters. Masters and state are not moved; gathered values exist only during a step.
+    All ranks of a node step the same tensors in the same order: shards go to owners alike
     (`stretto.flat.shards.dealt_numel`), and all ranks know which parameters were used.
 """
 
@@ -55,7 +56,7 @@ class OverShards(torch.optim.Optimizer):
         self._lend()  # and nothing of what was brought together
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from what `state_dict` has returned, on this rank."""
+        """Continue from this rank's `state_dict`."""
         self._lend()
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state

@@ -42,7 +42,7 @@ class Several(torch.optim.Optimizer):
             member.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let every member load its share of what `state_dict` has returned."""
+        """Let every member load its share of a `state_dict`."""
         self._lend()
         groups = iter(state_dict["param_groups"])
         self.state, self.param_groups = defaultdict(dict), []

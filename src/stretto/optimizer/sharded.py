@@ -161,9 +161,10 @@ class ShardedOptimizer:
     A tensor that may not be cut is its own segment, in its shape and contiguous, so the optimizer sees what a
     plain loop shows it; its state is kept as the optimizer keeps it.
 
-    Note [Unused parameters] Stock optimizers skip a parameter without gradient: no decay, no momentum, no step count.
-        A zero in the flat buffer is not that. So a parameter that no rank used in an update is cut out into its own
-        segment, with its share of the state, and gets no gradient.
+    Note [Unused parameters]
+        Stock optimizers skip a parameter without gradient: no decay, no momentum, no step count. A zero in the flat
+        buffer is not that. So a parameter that no rank used in an update is cut out into its own segment, with its
+        share of the state, and gets no gradient.
     """
 
     def __init__(

@@ -28,10 +28,10 @@ class PAFTSync(Strategy):
 
     Replicas that are the same stay so, to the bit, and nothing but a digest is sent for them.
 
-    Staleness: 0; with `overlap` that of a gradient taken right before an average and applied to it.
-    Traffic per update: that of `ddp`, and where replicas differ 1 / interval of it again, exposed without `overlap`.
-    Memory: that of `ddp`; on the bf16 wire the last average too; with `overlap` one more gradient buffer.
-    Equals synchronous when: no fault parts the replicas.
+    Staleness: 0; with `overlap` a gradient is computed right before an average and applied after it. Traffic per
+        update: as `ddp`, and, if replicas differ, 1 / interval of it again, exposed without `overlap`.
+    Memory: as `ddp`; on the bf16 wire the last average too; with `overlap` one more gradient buffer. Equals
+    synchronous when: no fault parts the replicas.
     Source: "Capturing and Mitigating Gradient Aggregation Errors for Fault-Tolerant Distributed Training", Algorithm 1.
     """
 

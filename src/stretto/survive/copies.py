@@ -1,9 +1,9 @@
 """Copies of what ranks hold, which they give each other while they train on.
 
-Note [During training] A state is kept between two updates, and training continues at once. Copies of its shares are
-    sent meanwhile, on their own group, a few parts at a time: after every committed update, a rank takes the parts
-    that have arrived, and starts the next. No rank waits there, and no thread is needed, because Gloo's own threads
-    carry the bytes.
+Note [During training]
+    A state is kept between two updates, and training continues at once. Copies of its shares are sent meanwhile, on
+    their own group, a few parts at a time: after every committed update, a rank takes the parts that have arrived,
+    and starts the next. No rank waits there, and no thread is needed, because Gloo's own threads carry the bytes.
 
     They are waited for before the next state is kept. After that all ranks hear from all others, so each knows that
     the copies of the last state have arrived everywhere, and only then the state before is dropped. If ranks are lost

@@ -5,9 +5,9 @@ machine if possible, so every share exists twice. A generation is whole if each 
 memory. Members find that from the shares that they hold, not from a message that may have reached only some. Two
 generations are kept, because ranks may be lost while copies of the newer one are sent (`stretto.survive.copies`).
 
-Note [Lost at once] A share exists twice, so that one remains after a loss. Without a folder, the end of a process
-    loses its shares. With a folder it loses nothing, and only the end of a machine does: a share needs no copy on its
-    own machine.
+Note [Lost at once]
+    A share exists twice, so that one remains after a loss. Without a folder, the end of a process loses its shares.
+    With a folder it loses nothing, and only the end of a machine does: a share needs no copy on its own machine.
 """
 
 import secrets
@@ -75,8 +75,8 @@ class Memory:
 
         Args:
             parallel: The job.
-            copies: Send the copies, which are in flight after this call; the copies before are complete. told: Plain
-                JSON, for the other ranks.
+            copies: Send the copies, which are in flight after this call; the copies before are complete.
+            told: Plain JSON, for the other ranks.
             loader: This rank's, if its position is to be kept.
             extra: Anything; rank 0's is kept.
 

@@ -1,10 +1,10 @@
 """When states are kept in memory: as often as takes a hundredth of the time and of the bytes that a job sends.
 
-Note [Where all come] Ranks that step alone come together at averages. A rank whose data have ended waits there, and
-    reaches no update before; the others cannot know that. So they keep states after averages alone, and none after
-    the last average: the rank that has stepped last has already reached that update. If an average arrives some
-    updates after it was sent, a rank without data reaches no update of the others: then data must be even, as for
-    checkpoints.
+Note [Where all come]
+    Ranks that step alone come together at averages. A rank whose data have ended waits there, and reaches no update
+    before; the others cannot know that. So they keep states after averages alone, and none after the last average:
+    the rank that has stepped last has already reached that update. If an average arrives some updates after it was
+    sent, a rank without data reaches no update of the others: then data must be even, as for checkpoints.
 """
 
 import dataclasses

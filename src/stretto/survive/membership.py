@@ -25,10 +25,11 @@ Note [Who is gone]
     not for a stopped one. If all members of a term are dead, no process waits to join any longer. The same holds if
     none of them has given a sign of life for longer than a new term takes to be agreed and to begin.
 
-Note [Nodes come and go whole] Where the ranks of a node add up gradients before these leave it, a node that has lost
-    one of them cannot do as the others do. Then the list has those nodes alone of which all ranks are there, node by
-    node, and in a node by place. A live process on a node that is not whole is excluded, and joins again with the
-    process that replaces the dead one.
+Note [Nodes come and go whole]
+    Where the ranks of a node add up gradients before these leave it, a node that has lost one of them cannot do as
+    the others do. Then the list has those nodes alone of which all ranks are there, node by node, and in a node by
+    place. A live process on a node that is not whole is excluded, and joins again with the process that replaces the
+    dead one.
 """
 
 import contextlib

@@ -244,7 +244,8 @@ def connect(address: str) -> Store:
     """Return the store that `stretto meet` hosts at host:port.
 
     Raises:
-        ConfigError: It is no such address. CommunicationError: No store answers there.
+        ConfigError: It is no such address.
+        CommunicationError: No store answers there.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():

@@ -120,7 +120,7 @@ def with_files(words: Sequence[str]) -> list[str]:
     """Return words with each `--config FILE` replaced by the options in the file.
 
     Raises:
-        ConfigError: A file is neither the config.json of a run, nor what `--print-config` has printed.
+        ConfigError: A file is neither the config.json of a run, nor the output of `--print-config`.
     """
     expanded, left = [], list(words)
     while left:

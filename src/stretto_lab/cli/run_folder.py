@@ -119,7 +119,7 @@ def check_recipe(folder: Path, command: Mapping[str, Any]) -> None:
 
 
 def _checked(command: Any) -> dict[str, Any]:
-    """Return what `run_folder` has written; what others have written raises."""
+    """Return the content that `run_folder` wrote; other content raises."""
     texts = [
         command["recipe"],
         *command["options"],

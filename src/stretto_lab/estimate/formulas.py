@@ -36,8 +36,9 @@ def waiting_seconds(computing: float, busy: float, share: float, hidden: float, 
     Args:
         computing: Seconds of an update's computing.
         busy: Seconds for which the update keeps the link busy.
-        share: Of these seconds, for this part. hidden: Share of the computing during which it is sent. last: Share of
-            the part that is sent only after that computing.
+        share: Of these seconds, for this part.
+        hidden: Share of the computing during which it is sent.
+        last: Share of the part that is sent only after that computing.
     """
     return max(share * busy - hidden * (1 - last) * computing, share * busy * last)
 

@@ -52,8 +52,8 @@ class FaultyGroup(WrappedGroup):
     Args:
         inner: Performs the collectives.
         injector: Of this rank.
-        store: Of this group; None for the inner group's. backend_name: The name under which torch knows the group, if
-            it does.
+        store: Of this group; None for the inner group's.
+        backend_name: The name under which torch knows the group, if it does.
     """
 
     may_wait_again = True

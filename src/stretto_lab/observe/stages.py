@@ -31,7 +31,8 @@ class Stages:
         """Begin a stage.
 
         Args:
-            what: Name of the stage. count: Of the steps that `advance` reports; 0 if unknown.
+            what: Name of the stage.
+            count: Of the steps that `advance` reports; 0 if unknown.
         """
         self._what, self._done, self._started = what, 0.0, time.monotonic()
         self._total = count

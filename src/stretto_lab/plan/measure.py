@@ -1,9 +1,10 @@
 """The numbers that decide how long an update takes, measured on the ranks of a job.
 
-Note [What is measured where] Micro-batches and the optimizer are timed with all ranks at work, as in training. An
-    exchange is timed twice: its work on a rank that is alone, for every wire (packing, sums, norms, copies, the round
-    report), and the link by sending bytes that no code reads. One bucket shows how the cost of packing differs for
-    the ranks of the job. All this takes seconds, and changes a model that is then dropped.
+Note [What is measured where]
+    Micro-batches and the optimizer are timed with all ranks at work, as in training. An exchange is timed twice: its
+    work on a rank that is alone, for every wire (packing, sums, norms, copies, the round report), and the link by
+    sending bytes that no code reads. One bucket shows how the cost of packing differs for the ranks of the job. All
+    this takes seconds, and changes a model that is then dropped.
 """
 
 import dataclasses
@@ -196,7 +197,8 @@ def measure(info: RankInfo, job: Job[TaskT], batches: int, numbers: Sequence[int
     """Measure on all ranks, and return what they took; every rank calls this with equal settings.
 
     Args:
-        info: Which rank this is. job: The recipe and the link.
+        info: Which rank this is.
+        job: The recipe and the link.
         batches: Micro-batches to time.
         numbers: Of ranks that plans are made for.
 
@@ -244,8 +246,8 @@ def measure_task(
         task: Of this rank; its loader, model, loss and optimizer are used.
         batches: Micro-batches to time.
         ranks_per_node: Ranks of this rank's node. Nodes count where there are several, all with equally many ranks.
-        stages: Show the present measurement. shards: Ranks that hold the model together, as `train.shards.placed` has
-            cut it; they are the node then.
+        stages: Show the present measurement.
+        shards: Ranks that hold the model together, as `train.shards.placed` has cut it; they are the node then.
         numbers: Of ranks that plans are made for; packing is measured for these, too.
 
     Raises:

@@ -69,8 +69,8 @@ def price(arm: Arm, machine: Machine, *, micro_batches: int, bucket_bytes: int |
     """Return what an arm costs on `machine`.
 
     Args:
-        arm: A strategy of the library; its settings override the other arguments. machine: The measurements, perhaps
-            with other ranks or another link.
+        arm: A strategy of the library; its settings override the other arguments.
+        machine: The measurements, perhaps with other ranks or another link.
         micro_batches: Per rank and update, where the arm sets none.
         bucket_bytes: Of the job, where the arm sets none; None takes the default of its device and number of ranks.
 
@@ -135,7 +135,9 @@ def compute_of(arm: Arm, machine: Machine, micro_batches: float, slowness: Seque
     """Return what the work of an arm costs a rank of `machine`, in virtual time and without jitter.
 
     Args:
-        arm: Whose work. machine: The measurements. micro_batches: Per rank and update, about.
+        arm: Whose work.
+        machine: The measurements.
+        micro_batches: Per rank and update, about.
         slowness: Factor on a micro-batch, by rank; a loader is as slow for all of them.
     """
     strategy = arm.strategy()

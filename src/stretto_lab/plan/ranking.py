@@ -187,8 +187,8 @@ def rank_by_time(
         micro_batches: Per rank and update.
         bucket_bytes: Of the job; None takes the default of its device and number of ranks.
         allow_loss: Nats of held-out loss that the choice may cost.
-        prices_all: Also price arms that cost more or an unknown loss. ranks_per_node: As in the job's options; None
-            looks at one level too where the machine has nodes.
+        prices_all: Also price arms that cost more or an unknown loss.
+        ranks_per_node: As in the job's options; None looks at one level too where the machine has nodes.
         wire: The only one to look at; None looks at all.
         clock: The clock for strategies that overlap; None lets all have fixed counts. "auto" looks at fixed counts
             and, where ranks are not equally fast, at a clock too.

@@ -7,10 +7,11 @@ Note [A small twin]
     1/N. What grows with N and not with the model is skipped: the round report, some hundred bytes per rank.
     Nodes of several ranks become two nodes of two ranks, whose links are scaled each by what crosses it.
 
-Note [Ranks that are not equally fast] Ranks that are about as fast are one class, and a twin has a rank of every
-    class, of the slowest one two. With fixed counts the slowest class decides how long a round takes, so it is as
-    slow as the slowest of its ranks. By the clock every class contributes in proportion to its size and speed, so
-    every other class has the mean speed of its ranks.
+Note [Ranks that are not equally fast]
+    Ranks that are about as fast are one class, and a twin has a rank of every class, of the slowest one two. With
+    fixed counts the slowest class decides how long a round takes, so it is as slow as the slowest of its ranks. By
+    the clock every class contributes in proportion to its size and speed, so every other class has the mean speed of
+    its ranks.
 """
 
 import dataclasses

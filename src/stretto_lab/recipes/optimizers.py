@@ -119,8 +119,8 @@ def language_optimizer(
         name: Which one.
         model: Whose trainable parameters are stepped.
         lr: Learning rate; None takes the usual one.
-        adamw: Settings of AdamW, also together with Muon. usual_lr: Of AdamW, and of Muon; Adafactor takes 0.01
-            (Shazeer & Stern, arXiv 1804.04235).
+        adamw: Settings of AdamW, also together with Muon.
+        usual_lr: Of AdamW, and of Muon; Adafactor takes 0.01 (Shazeer & Stern, arXiv 1804.04235).
     """
     if name == "adafactor":
         return torch.optim.Adafactor(_trainable(model), lr=0.01 if lr is None else lr)

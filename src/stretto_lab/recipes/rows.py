@@ -170,7 +170,8 @@ def read_sides(place: str | None, heldout: Heldout, unit: Unit) -> Sides:
 
     Args:
         place: Where the rows are, as `read_rows` takes it.
-        heldout: The held-out data. unit: The unit of a row if the files are text.
+        heldout: The held-out data.
+        unit: The unit of a row if the files are text.
 
     Raises:
         ConfigError: They cannot be read, or are too few.

@@ -132,8 +132,9 @@ def budget_of(run: RunConfig[TaskT], world_size: int, total: int | None = None) 
     """Return the budget of a run on so many ranks; None where only time or loss end it.
 
     Args:
-        run: Its configuration. world_size: The number of ranks. total: Micro-batches of all ranks together in an
-            update, if given.
+        run: Its configuration.
+        world_size: The number of ranks.
+        total: Micro-batches of all ranks together in an update, if given.
 
     Raises:
         ConfigError: Ranks could not agree on how much is spent.

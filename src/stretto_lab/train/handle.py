@@ -44,8 +44,10 @@ def open_handle(
     """Wrap a model as the run says; all ranks of `group`, or of the default group, must call.
 
     Args:
-        run: The configuration. model: To train. optimizer: Over its parameters. scheduler: Stepped at every committed
-            update.
+        run: The configuration.
+        model: To train.
+        optimizer: Over its parameters.
+        scheduler: Stepped at every committed update.
         group: Of all ranks; None is torch's default group.
         budget: Its length is the length of rates of averages that name no steps.
         mesh: Of `train.shards.placed`, where the model is sharded inside nodes.

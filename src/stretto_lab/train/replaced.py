@@ -111,7 +111,7 @@ class _Replaced:
             self._results[seat] = report
 
     def _lose(self, seat: int, info: RankInfo, why: str) -> None:
-        """Start a worker to replace a lost worker, if there are any left and nobody has asked the command to end."""
+        """Start a worker to replace a lost worker, if restarts remain and no signal has come."""
         if self._workers.stop_signal is not None:
             return
         replaces = self._restarts > 0

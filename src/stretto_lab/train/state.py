@@ -118,7 +118,8 @@ class TrainState:
         """Load what ranks have in memory, or the last sound checkpoint, if there is one; all ranks must call.
 
         Args:
-            run: The configuration. task: Its model and loader.
+            run: The configuration.
+            task: Its model and loader.
             parallel: Its job.
             memory: Of a job that survives the loss of ranks.
             total: Micro-batches of all ranks together in an update, if ranks may have unequally many.

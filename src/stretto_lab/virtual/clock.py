@@ -5,7 +5,8 @@ Note [Baton]
     lets virtual time pass. Then the baton goes to the task that is ready first; among those ready at the same
     instant the seed chooses. Real time decides nothing, so a run is a function of its program and its seed.
 
-Note [One processor] The threads share the processor of the thread that calls `run`. If each has its own, most of a
+Note [One processor]
+    The threads share the processor of the thread that calls `run`. If each has its own, most of a
 run is spent on waking them: a switch took 33 µs with two processors, and 7 µs with one.
 
 Note [Failure]
@@ -37,8 +38,8 @@ class Task:
 
     Args:
         rank: Whose it is.
-        work: What the thread does once it runs first. is_lane: Whether this is a communication lane; otherwise it is
-            a rank's program.
+        work: What the thread does once it runs first.
+        is_lane: Whether this is a communication lane; otherwise it is a rank's program.
     """
 
     def __init__(self, rank: int, work: Callable[[], None], *, is_lane: bool) -> None:
