@@ -4,11 +4,11 @@ docs/architecture.md describes how a round is sent and installed. Hyperparameter
 update is sent, and hold for all its rounds. Parameters change only when a round is installed.
 
 Note [The stages of a round]
-    stage           what it means                                                           what ends it
+    stage           meaning                                                                 end
     ACCUMULATING    micro-batches are counted; no round is closed                           the quota is met
     READY           a round is closed; the next forward or backward pass submits it         it is submitted
     IN_FLIGHT       the communication lane has it; a strategy that overlaps accumulates     somebody has waited for it
-    ARRIVED         what it brings is known, and is installed next                          it is installed
+    ARRIVED         its values are known, and are installed next                            it is installed
 """
 
 import dataclasses
