@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from experiments.campaign.promises import (
     AUDITABLE,
@@ -16,8 +16,8 @@ from experiments.campaign.promises import (
     weakened,
 )
 from stretto.guards import Audit
-from stretto_lab.faults import Fault, draw_fault
-from stretto_lab.faults.plan import Lasts, Pattern
+from stretto_lab.faults import Fault
+from stretto_lab.faults.plan import Lasts, Pattern, Site
 
 RANKS = (2, 3, 5)
 """No majority; the fewest among which a majority can name one rank; and a majority that is more than one healthy rank
@@ -25,12 +25,53 @@ beside the other."""
 CAMPAIGNED = STRATEGIES_OF["all"]
 """Strategies that are struck: all that the page promises something for, but `local`, whose ranks hear of incidents only
 at their averages (tests/paft/test_guards.py)."""
+_WORD_PATTERNS: tuple[Pattern, ...] = ("flip", "word", "nan")
+_WORD_WEIGHTS = (80, 19, 1)
+"""How often each of them is drawn, in percent: one or a few wrong bits mostly, NaN once in a hundred."""
+_CHUNK_PATTERNS: tuple[Pattern, ...] = ("zero", "stale", "shifted", "duplicated", "swapped", "misread")
+_PAGE_SHARE = 0.4
+"""Share of whole pages among them."""
 _VALUE_PATTERNS: tuple[Pattern, ...] = ("nan", "infinity", "sign", "scale", "power", "huge")
 _VALUE_SHARE = 0.15
 """Share of the faults that set or scale values, instead of damaging words or chunks as `draw_fault` does."""
 _LASTING: tuple[Lasts, ...] = ("sticky", "bursts")
 _LASTING_SHARE = 0.1
 """Share of the faults that strike again and again, in rows where each of their strikes has to be noticed."""
+
+
+def draw_fault(seed: int, sites: Sequence[Site], world_size: int, opportunities: int) -> Fault:
+    """Draw one fault that strikes once; the same for the same arguments.
+
+    Half are damaged words, as frequent as on faulty devices; half are chunks or whole pages with the errors of faulty
+    software.
+
+    Args:
+        seed: Of the draw, and of the fault.
+        sites: To choose from.
+        world_size: Ranks to choose from.
+        opportunities: The instant is drawn below this number.
+    """
+    chance = random.Random(seed)
+    site, rank, instant = chance.choice(sites), chance.randrange(world_size), chance.randrange(opportunities)
+    if chance.random() < 0.5:
+        return Fault(
+            site=site,
+            rank=rank,
+            instant=instant,
+            extent="element" if chance.random() < 0.5 else "run",
+            pattern=chance.choices(_WORD_PATTERNS, _WORD_WEIGHTS)[0],
+            bits=chance.choice((1, 2, 3, 4)),
+            seed=seed,
+        )
+    return Fault(
+        site=site,
+        rank=rank,
+        instant=instant,
+        extent="page" if chance.random() < _PAGE_SHARE else "chunk",
+        chunk_bytes=chance.choice((64, 512, 4096, 65536)),
+        pattern=chance.choice(_CHUNK_PATTERNS),
+        seed=seed,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,7 @@ from stretto_lab.recipes import RECIPES
 from stretto_lab.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
 from stretto_lab.train.simulation import SimulateConfig
 from stretto_lab.train.slow_loader import SlowStore
-from stretto_lab.virtual import Compute, Network, Outage, Uplink, VirtualCluster
+from stretto_lab.virtual import Compute, Network, Uplink, VirtualCluster
 
 COMMANDS: Mapping[str, Callable[[Any], Any]] = {
     "train": lambda task: RunConfig(task=task),
@@ -55,7 +55,6 @@ def all_records() -> list[Any]:
         Link(),
         Network(),
         Uplink(ranks=(0,), link=Link()),
-        Outage(rank=0, start_ns=0, stop_ns=1),
         Compute(),
         VirtualCluster(2),
         SlowStore(milliseconds=1.0),

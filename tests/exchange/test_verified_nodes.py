@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import stretto
+from experiments.campaign.drawing import draw_fault
 from stretto.errors import TransferCorrupt
 from stretto.strategies import STRATEGIES, Strategy
-from stretto_lab.faults import Fault, draw_fault
+from stretto_lab.faults import Fault
 from tests.draws import part
 from tests.guards.watched import Seen, apart, struck
 from tests.wires import OF_GRADIENTS

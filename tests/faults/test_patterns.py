@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from experiments.campaign.drawing import draw_fault
 from stretto.checksums import digest, hexadecimal
 from stretto.errors import ConfigError
-from stretto_lab.faults import EXTENTS, LASTS, PATTERNS, Fault, FaultPlan, Injector, draw_fault
+from stretto_lab.faults import EXTENTS, LASTS, PATTERNS, Fault, FaultPlan, Injector
 from stretto_lab.faults.plan import SITES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)

@@ -10,7 +10,7 @@ import pytest
 
 from stretto.errors import CorruptionError, Quarantined, StateCorrupt, TransferCorrupt, WorkerFailed
 from stretto.guards.left_out import to_leave_out
-from stretto_lab.faults import Fault, faults_text
+from stretto_lab.faults import Fault
 from stretto_lab.observe import read_json_lines
 from stretto_lab.train.configuration import RunConfig
 from stretto_lab.train.launch import Ranks
@@ -194,7 +194,7 @@ def test_a_run_whose_workers_are_nodes_ends_with_the_damage() -> None:
 
 def test_under_another_launcher_every_rank_ends_with_the_code_for_damage() -> None:
     words = ["train", TINY, "--updates", "8", "--guards", "rest", "--strategy", "zero1", "--run-dir", "run"]
-    words += ["--no-tensorboard", "--faults", faults_text((STICKY,))]
+    words += ["--no-tensorboard", "--faults", "masters:rank=1:instant=3:lasts=sticky"]
     with launched(2, "-m", "stretto", *words) as ranks:
         complaints = [rank.communicate()[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [3, 3]

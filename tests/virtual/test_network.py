@@ -6,7 +6,7 @@ import torch
 from stretto.errors import ConfigError, UnknownName
 from stretto.groups import Link
 from stretto.groups.collectives import method_of
-from stretto_lab.virtual import NETWORKS, Network, Outage, Uplink, VirtualCluster, VirtualGroup, parse_network
+from stretto_lab.virtual import NETWORKS, Network, Uplink, VirtualCluster, VirtualGroup, parse_network
 from stretto_lab.virtual.network import Wires
 
 NS_PER_BYTE = 8
@@ -86,16 +86,6 @@ def test_one_rank_sends_nothing_to_itself() -> None:
     assert Wires(Network(link=GIGABIT), 4).carry(9, [100], "direct", ranks=(2,)) == 9
 
 
-@pytest.mark.parametrize(
-    ("start_ns", "begun", "expected"),
-    [(1_000, 0, 0), (400, 0, 300), (0, 0, 300), (0, 100, 200), (800, 0, 0), (0, 300, 0)],
-    ids=["after it", "in the middle", "from the start", "begun inside", "just after", "before it"],
-)
-def test_an_outage_delays_what_is_under_way(start_ns: int, begun: int, expected: int) -> None:
-    network = Network(link=GIGABIT, outages=(Outage(rank=1, start_ns=start_ns, stop_ns=start_ns + 300),))
-    assert over_ns(network, (begun, [100, 100])) == [begun + 800 + expected + LATENCY_NS]
-
-
 def test_two_groups_of_the_same_ranks_share_their_links() -> None:
     def program(rank: int, group: VirtualGroup) -> int:
         works = [
@@ -120,7 +110,5 @@ def test_networks_have_names_or_are_links() -> None:
 
 
 def test_impossible_networks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="expected 0 <= start < stop"):
-        Outage(rank=0, start_ns=5, stop_ns=5)
     with pytest.raises(ConfigError, match=r"names ranks \[7\]; the cluster has ranks 0 to 1"):
         VirtualCluster(2, network=Network(links={7: GIGABIT}))

@@ -11,8 +11,6 @@ from stretto_lab.faults.plan import (
     WIRE_SITES,
     Fault,
     FaultPlan,
-    draw_fault,
-    faults_text,
     parse_faults,
 )
 
@@ -27,8 +25,6 @@ __all__ = [
     "FaultPlan",
     "FaultyGroup",
     "Injector",
-    "draw_fault",
-    "faults_text",
     "parse_faults",
     "register_faulty",
     "strike_memory",

@@ -9,7 +9,7 @@ Settings are the fields of `Fault`; spaces in a site's name may be hyphens.
 
 import dataclasses
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, Literal, get_args
 
 from stretto.errors import ConfigError
@@ -59,13 +59,6 @@ SITES = WIRE_SITES + MEMORY_SITES
 LASTS: tuple[str, ...] = get_args(Lasts)
 EXTENTS: tuple[str, ...] = get_args(Extent)
 PATTERNS: tuple[str, ...] = get_args(Pattern)
-
-_WORD_PATTERNS: tuple[Pattern, ...] = ("flip", "word", "nan")
-_WORD_WEIGHTS = (80, 19, 1)
-"""How often each of them is drawn, in percent: one or a few wrong bits mostly, NaN once in a hundred."""
-_CHUNK_PATTERNS: tuple[Pattern, ...] = ("zero", "stale", "shifted", "duplicated", "swapped", "misread")
-_PAGE_SHARE = 0.4
-"""Share of whole pages among them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,41 +164,6 @@ class FaultPlan:
         )
 
 
-def draw_fault(seed: int, sites: Sequence[Site], world_size: int, opportunities: int) -> Fault:
-    """Draw one fault that strikes once; the same for the same arguments.
-
-    Half are damaged words, as frequent as on faulty devices; half are chunks or whole pages with the errors of faulty
-    software.
-
-    Args:
-        seed: Of the draw, and of the fault.
-        sites: To choose from.
-        world_size: Ranks to choose from.
-        opportunities: The instant is drawn below this number.
-    """
-    chance = random.Random(seed)
-    site, rank, instant = chance.choice(sites), chance.randrange(world_size), chance.randrange(opportunities)
-    if chance.random() < 0.5:
-        return Fault(
-            site=site,
-            rank=rank,
-            instant=instant,
-            extent="element" if chance.random() < 0.5 else "run",
-            pattern=chance.choices(_WORD_PATTERNS, _WORD_WEIGHTS)[0],
-            bits=chance.choice((1, 2, 3, 4)),
-            seed=seed,
-        )
-    return Fault(
-        site=site,
-        rank=rank,
-        instant=instant,
-        extent="page" if chance.random() < _PAGE_SHARE else "chunk",
-        chunk_bytes=chance.choice((64, 512, 4096, 65536)),
-        pattern=chance.choice(_CHUNK_PATTERNS),
-        seed=seed,
-    )
-
-
 _SITES_BY_WORD: dict[str, Any] = {site.replace(" ", "-"): site for site in SITES}
 _KINDS = {name: kind for name, kind in field_types(Fault).items() if name != "site"}
 
@@ -233,17 +191,3 @@ def _read_fault(text: str) -> Fault:
             f"{text!r}: expected the rank whose memory is damaged, as {word}:rank=1 or {word}:rank=all"
         )
     return Fault(site=_SITES_BY_WORD[site], **settings)
-
-
-def faults_text(faults: tuple[Fault, ...]) -> str:
-    """Return faults as `parse_faults` reads them; settings at their defaults are skipped."""
-    return ",".join(map(_fault_text, faults)) or "none"
-
-
-def _fault_text(fault: Fault) -> str:
-    chosen = [
-        f"{field.name}={getattr(fault, field.name)}"
-        for field in dataclasses.fields(Fault)
-        if field.name != "site" and getattr(fault, field.name) != field.default
-    ]
-    return ":".join([fault.site.replace(" ", "-"), *chosen])

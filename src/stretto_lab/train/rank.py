@@ -169,17 +169,22 @@ def _progress(
     if context.rank or not is_shown:
         yield None
         return
-    header = Header(
+    with Progress(header_of(run, is_passing=is_passing)).watched() as progress:
+        progress.waits("waiting for the other workers")
+        yield progress
+
+
+def header_of(run: RunConfig[TaskT], *, is_virtual: bool = False, is_passing: bool = False) -> Header:
+    """Return what does not change during a run."""
+    return Header(
         updates=run.planned_updates,
         seconds=run.planned_seconds,
         samples=run.samples,
         loss_unit=loss_unit(run.task),
         tokens_per_sample=tokens_per_sample(run.task),
+        is_virtual=is_virtual,
         is_passing=is_passing,
     )
-    with Progress(header).watched() as progress:
-        progress.waits("waiting for the other workers")
-        yield progress
 
 
 def train_at(

@@ -12,14 +12,13 @@ from stretto.disk import replace_file
 from stretto.errors import ConfigError
 from stretto.fields import check_at_least
 from stretto_lab.faults import Fault
-from stretto_lab.observe import Header, Progress
-from stretto_lab.recipes.task import loss_unit, tokens_per_sample
+from stretto_lab.observe import Progress
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.configuration import RunConfig, TaskT, Training, part_of
 from stretto_lab.train.handle import check_run
 from stretto_lab.train.launch import STEADY_AFTER
 from stretto_lab.train.outcome import Outcome, prepare_run_folder
-from stretto_lab.train.rank import RankContext, train_at
+from stretto_lab.train.rank import RankContext, header_of, train_at
 from stretto_lab.train.slow_loader import SlowStore
 from stretto_lab.train.workers import device_of
 from stretto_lab.virtual import Compute, Results, VirtualCluster, VirtualGroup, parse_network
@@ -139,15 +138,7 @@ def simulate(simulation: SimulateConfig[TaskT], *, shows_progress: bool = False)
     device = device_of(simulation.device, 0, 1)  # all ranks share it
     prepare_run_folder(run, device=device)
     torch.set_num_threads(1)
-    header = Header(
-        updates=run.planned_updates,
-        seconds=run.planned_seconds,
-        samples=run.samples,
-        is_virtual=True,
-        loss_unit=loss_unit(run.task),
-        tokens_per_sample=tokens_per_sample(run.task),
-    )
-    progress = Progress(header) if shows_progress else None
+    progress = Progress(header_of(run, is_virtual=True)) if shows_progress else None
     losses: dict[int, float] = {}
 
     def program(rank: int, group: VirtualGroup) -> Outcome:

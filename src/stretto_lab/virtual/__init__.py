@@ -2,7 +2,7 @@
 
 from stretto_lab.virtual.cluster import Results, VirtualCluster
 from stretto_lab.virtual.group import VirtualGroup
-from stretto_lab.virtual.network import NETWORKS, Network, Outage, Uplink, parse_network
+from stretto_lab.virtual.network import NETWORKS, Network, Uplink, parse_network
 from stretto_lab.virtual.runtime import Compute, parse_slowness
 from stretto_lab.virtual.store import VirtualStore
 from stretto_lab.virtual.trace import RankStatus, Span, Trace, Transfer
@@ -11,7 +11,6 @@ __all__ = [
     "NETWORKS",
     "Compute",
     "Network",
-    "Outage",
     "RankStatus",
     "Results",
     "Span",

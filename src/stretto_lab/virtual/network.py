@@ -46,22 +46,6 @@ class Uplink:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Outage:
-    """A time in which a rank's link carries nothing; an interrupted transmission continues afterwards."""
-
-    rank: int
-    start_ns: int
-    """First nanosecond without the link."""
-    stop_ns: int
-    """First nanosecond with it again."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.rank < 0 or not 0 <= self.start_ns < self.stop_ns:
-            raise ConfigError(f"{self}: expected 0 <= start < stop, and a rank from 0")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Network:
     """The links of a virtual cluster; by default they cost no time."""
 
@@ -71,8 +55,6 @@ class Network:
     """Links of single ranks, in place of `link`."""
     uplinks: tuple[Uplink, ...] = ()
     """Links that ranks share."""
-    outages: tuple[Outage, ...] = ()
-    """Times in which links are down."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -100,7 +82,7 @@ class Network:
             ConfigError: One does not.
         """
         shared = [rank for uplink in self.uplinks for rank in uplink.ranks]
-        named = {*self.links, *shared, *(outage.rank for outage in self.outages)}
+        named = {*self.links, *shared}
         if outside := sorted(rank for rank in named if not 0 <= rank < world_size):
             raise ConfigError(
                 f"the network names ranks {outside}; the cluster has ranks 0 to {world_size - 1}"
@@ -111,7 +93,7 @@ class Wires:
     """The links of one run, and until when each of them is busy.
 
     Args:
-        network: Their rates, latencies and outages.
+        network: Their rates and latencies.
         world_size: How many ranks there are.
     """
 
@@ -124,7 +106,6 @@ class Wires:
         self._members = [np.array(uplink.ranks, dtype=np.int64) for uplink in network.uplinks]
         self._are_direct = [uplink.direct for uplink in network.uplinks]
         self._free_from = np.zeros(len(self._rates), dtype=np.int64)
-        self._outages = sorted(network.outages, key=lambda outage: outage.start_ns)
 
     def carry(
         self,
@@ -161,11 +142,6 @@ class Wires:
                 takes_part[group[is_behind]] = is_behind.sum() > 1
         starts = np.maximum(self._free_from, begun_ns)
         stops = starts + carried * self._rates // _PICOSECONDS_PER_NANOSECOND
-        for outage in self._outages:
-            if starts[outage.rank] < outage.stop_ns and stops[outage.rank] > outage.start_ns:
-                # Bytes that were sent before the outage are not sent again.
-                begun_inside = max(outage.start_ns, int(starts[outage.rank]))
-                stops[outage.rank] += outage.stop_ns - begun_inside
         self._free_from = np.where(takes_part, stops, self._free_from)
         return int((stops + self._latencies)[takes_part].max())
 
