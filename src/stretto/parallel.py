@@ -41,6 +41,15 @@ class DataParallel:
             parallel.backward(loss_function(model(batch)))
         parallel.finish()
 
+    Six methods matter:
+
+        feed         yields a loader's batches, and ends on all ranks at the same update
+        backward     runs a micro-batch's backward pass, and returns the update that it completed
+        micro_batch  does the same with the forward pass
+        settled      shows the committed parameters in a block: evaluate and copy the model there
+        stop         asks all ranks to end after the update in progress
+        finish       commits what is in flight, and ends the job
+
     Use it as a context manager, so that an exception that leaves the block ends the job on all ranks with its
     cause named. Parameters change only inside `backward`, `micro_batch`, `count_micro_batch`, `commit`, `feed` and
     `finish`.

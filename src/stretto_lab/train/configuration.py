@@ -26,8 +26,6 @@ from stretto_lab.train.slow_loader import SlowStore
 
 TaskT = TypeVar("TaskT", bound=TaskConfig)
 
-LENGTHS = ("updates", "samples")
-"""Fields that say how long a run is; one at most."""
 DEFAULT_UPDATES = 240
 """Default length of a run."""
 DEFAULT_PATIENCE = 600.0
