@@ -77,8 +77,6 @@ def test_the_wheel_holds_every_module_and_no_test(wheel: Path) -> None:
         "stretto/py.typed",
         "stretto_lab/py.typed",
         "stretto_lab/page/page.css",
-        "stretto_lab/page/page.js",
-        "stretto_lab/page/unpack.js",
         f"{about}/licenses/LICENSE",
     }
 

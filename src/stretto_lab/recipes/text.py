@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,46 +19,25 @@ TEMPERATURE = 0.7
 """Divides the logits before a token of a sample is drawn."""
 
 
-class Tokens(Protocol):
-    """A reversible cut of text into numbers below `vocabulary`."""
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of different tokens, `end` included."""
-        ...
-
-    @property
-    def end(self) -> int:
-        """The token after every document."""
-        ...
-
-    def encode(self, document: bytes) -> list[int]:
-        """Return the tokens of one text, without `end`."""
-        ...
-
-    def stream(self, documents: Iterable[bytes]) -> Tensor:
-        """Return the tokens of all documents in a row, `end` after each: one dimension, of an integer dtype."""
-        ...
-
-    def decode(self, tokens: list[int]) -> str:
-        """Return the text of `tokens`; incomplete UTF-8 becomes the replacement character."""
-        ...
-
-
 class Bytes:
     """One token per byte."""
 
     vocabulary = 256
+    """Number of different tokens, `end` included; a text and its tokens can be turned into each other."""
     end = END
+    """The token after every document."""
 
     def encode(self, document: bytes) -> list[int]:
+        """Return the tokens of one text, without `end`."""
         return list(document)
 
     def stream(self, documents: Iterable[bytes]) -> Tensor:
+        """Return the tokens of all documents in a row, `end` after each: one dimension, of an integer dtype."""
         # A bytearray because torch wants writable memory; the tensor keeps it alive.
         return torch.frombuffer(bytearray(b"".join(text + b"\0" for text in documents)), dtype=torch.uint8)
 
     def decode(self, tokens: list[int]) -> str:
+        """Return the text of `tokens`; incomplete UTF-8 becomes the replacement character."""
         return bytes(tokens).decode("utf-8", "replace")
 
 
@@ -154,6 +133,10 @@ class FolderTokens:
     def write(self, folder: Path) -> None:
         """Write the same into another folder."""
         self._tokenizer.save_pretrained(folder)
+
+
+Tokens = Bytes | BytePairs | FolderTokens
+"""What cuts text into numbers below its `vocabulary`; `Bytes` says what its methods do."""
 
 
 def _text(document: bytes) -> str:
