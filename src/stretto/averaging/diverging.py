@@ -28,7 +28,7 @@ from stretto.checksums import digest_of_all, on_host
 from stretto.engine.accumulation import GradientBuffer
 from stretto.engine.buffer_sync import BufferSync
 from stretto.engine.buffers import Buffer
-from stretto.engine.replica import Flight, Performer, Replica
+from stretto.engine.replica import Performer, Replica
 from stretto.engine.replica_sync import SyncState
 from stretto.engine.report import Vote
 from stretto.engine.round import Reduction, Round
@@ -132,24 +132,24 @@ class DivergingReplica(Replica):
 
     # Performers
 
-    def _look(self, _: Look, flight: Flight | None) -> Moment:
-        is_finishing = flight is not None and set(flight.reduction.report.votes) <= {
+    def _look(self, _: Look, round: Round | None) -> Moment:
+        is_finishing = round is not None and set(round.reduction.report.votes) <= {
             Vote.PASS_LEFT,
             Vote.FINISHING,
         }
         return Moment(self.progress.round_index, self.sync.gap, is_finishing, self.interval)
 
-    def _postpone(self, effect: Postpone, _: Flight | None) -> None:
+    def _postpone(self, effect: Postpone, _: Round | None) -> None:
         self.interval = effect.updates
 
-    def _step(self, effect: Step, flight: Flight | None) -> None:
+    def _step(self, effect: Step, round: Round | None) -> None:
         gradient = effect.gradient
         if self._probe is not None and isinstance(gradient, ReducedGradient) and gradient.weight > 0:
             self._probe.stepped(gradient.sums, gradient.weight)
-        self.step(effect, flight)
+        self.step(effect, round)
 
-    def _average(self, effect: Average, flight: Flight | None) -> Divergence | None:
-        """Average the replicas; without a flight, while the model continues showing what they were.
+    def _average(self, effect: Average, round: Round | None) -> Divergence | None:
+        """Average the replicas; without a round, while the model continues showing what they were.
 
         Raises:
             NonFinite: No replica is finite.
@@ -168,7 +168,7 @@ class DivergingReplica(Replica):
         before = [] if probe is None else probe.at(self.sharded.masters)
         if not _alike(conditions) or len(finite) < len(conditions):
             self._unite(
-                conditions, self._scratch if flight is None else flight.round.buffer.flats, state=effect.state
+                conditions, self._scratch if round is None else round.buffer.flats, state=effect.state
             )
             if not _are_finite(self.sharded.masters):
                 raise StateCorrupt(
@@ -179,9 +179,9 @@ class DivergingReplica(Replica):
         divergence = None if probe is None else self._divergence(probe, conditions, before)
         progress.measure(divergence)
         self._mean.begin_again()
-        self.sync.mark_synced(states=effect.state, is_shown=flight is not None)
-        if flight is not None:
-            self.sharded.publish(flight.round.buffer.flats)
+        self.sync.mark_synced(states=effect.state, is_shown=round is not None)
+        if round is not None:
+            self.sharded.publish(round.buffer.flats)
         return divergence
 
     # Comparing and uniting

@@ -39,7 +39,7 @@ from stretto.engine.buffer_sync import BufferSync, at, average_buffers, moved, n
 from stretto.engine.buffers import Buffer, changes_of
 from stretto.engine.on_device import choose_runtime
 from stretto.engine.options import Options
-from stretto.engine.replica import Flight, Performer, Replica, flight_of
+from stretto.engine.replica import Performer, Replica, round_of
 from stretto.engine.replica_sync import SyncState
 from stretto.engine.report import Asks, RankReport, RoundReport, Vote
 from stretto.engine.round import Reduction, Round
@@ -182,19 +182,18 @@ class LocalReplica(Replica):
 
     # Performers
 
-    def _look(self, _: Look, flight: Flight | None) -> Moment:
+    def _look(self, _: Look, round: Round | None) -> Moment:
         # A worker whose data have ended launches at once and waits there: only departures let ranks agree on an end.
-        is_finishing = flight is not None and self._known.is_without_data
+        is_finishing = round is not None and self._known.is_without_data
         in_flight_rounds = self.progress.round_index - self._left_at if self._is_under_way else None
         return Moment(
             self.progress.round_index, self.sync.gap, is_finishing, in_flight_rounds=in_flight_rounds
         )
 
-    def _launch(self, effect: Launch, flight: Flight | None) -> bool:
+    def _launch(self, effect: Launch, round: Round | None) -> bool:
         """Let a fragment leave; on a rank without data, wait for the others and take over where they are."""
-        flight = flight_of(effect, flight)
-        round = flight.round
-        buffers, changed = self._buffers(flight)
+        round = round_of(effect, round)
+        buffers, changed = self._buffers(round)
         own = self._since_launch(
             dataclasses.replace(
                 round.report(),
@@ -216,20 +215,20 @@ class LocalReplica(Replica):
             self._left_at = transfer.round_index
             self.progress.wait_until(transfer.round_index)
             if transfer.is_end:
-                self._unite(effect, transfer, flight)
+                self._unite(effect, transfer, round)
                 return False
         return True
 
-    def _land(self, effect: Land, flight: Flight | None) -> None:
+    def _land(self, effect: Land, round: Round | None) -> None:
         """Take over what a fragment has brought, and learn of the other ranks."""
-        flight = flight_of(effect, flight)
+        round = round_of(effect, round)
         transfer, self._arrived = self._arrive(), None
         fragment = self.fragments[transfer.fragment]
         has_waited = transfer.round_index == self.progress.round_index
         if transfer.has_left:
             fragment.land(effect.mix)
             self._weights.land(transfer.fragment, keeps_own=effect.mix > 0)
-        self.sharded.publish(flight.round.buffer.flats)
+        self.sharded.publish(round.buffer.flats)
         self.sync.fragment_landed(
             is_whole=not (effect.delay or effect.mix or len(self.fragments) > 1),
             states=fragment.averages_state if transfer.has_left else None,
@@ -238,7 +237,7 @@ class LocalReplica(Replica):
             self._catch_up(transfer.report)
         elif not self._known.is_without_data:
             self.progress.take_step()  # like every step of a rank that does not ask the others
-        self._tell(transfer, flight, has_waited=has_waited)
+        self._tell(transfer, round, has_waited=has_waited)
 
     # What ranks do together, perhaps on the lane beside
 
@@ -310,17 +309,17 @@ class LocalReplica(Replica):
                     self.exchange.take_account(fragment.exchange)
         return self._arrived  # type: ignore[return-value]  # who looks at it knows that there is one
 
-    def _unite(self, launch: Launch, transfer: FragmentTransfer, flight: Flight) -> None:
+    def _unite(self, launch: Launch, transfer: FragmentTransfer, round: Round) -> None:
         """Replace all replicas by their mean."""
         share = self._weights.share(transfer.report)
         if share is not None:
-            self._mean.unite(share, flight.round.buffer.flats, state=launch.state)
+            self._mean.unite(share, round.buffer.flats, state=launch.state)
         self._arrived = None
         self._weights.unite(transfer.report)
         self.sync.mark_synced(states=None if share is None else launch.state)
-        self.sharded.publish(flight.round.buffer.flats)
+        self.sharded.publish(round.buffer.flats)
         self._catch_up(transfer.report)
-        self._tell(transfer, flight, has_waited=True)
+        self._tell(transfer, round, has_waited=True)
 
     def _catch_up(self, report: RoundReport) -> None:
         """Take over where the others are, on a rank that came early."""
@@ -336,9 +335,9 @@ class LocalReplica(Replica):
             stepped=has_stepped or (report.weight > 0 and not is_over),
         )
 
-    def _tell(self, transfer: FragmentTransfer, flight: Flight, *, has_waited: bool) -> None:
+    def _tell(self, transfer: FragmentTransfer, round: Round, *, has_waited: bool) -> None:
         """Let the round end with what a departure, of this round or of an earlier one, has made known."""
-        reduction, ranks = flight.reduction, self._worker.ranks
+        reduction, ranks = round.reduction, self._worker.ranks
         earlier, was_met = reduction.report, reduction.met
         report = news(transfer.report, earlier, ranks)
         reduction.meet(
@@ -346,8 +345,8 @@ class LocalReplica(Replica):
             {**reduction.buffer_means, **transfer.averages},
         )
         # The model holds this round's buffers, or where the round is left out, what ranks agreed on before it.
-        taken = flight.round.buffers if has_waited or reduction.skipped else transfer.snapshot
-        flight.take_snapshot({index: taken[index] for index in transfer.averages})
+        taken = round.buffers if has_waited or reduction.skipped else transfer.snapshot
+        round.take_snapshot({index: taken[index] for index in transfer.averages})
 
     def _since_launch(self, own: RankReport) -> RankReport:
         """Return a report of all rounds since the last departure."""
@@ -356,12 +355,12 @@ class LocalReplica(Replica):
     def _nothing_yet(self) -> SinceLaunch:
         return SinceLaunch(bytearray(len(self.sharded.layout.slots)))
 
-    def _buffers(self, flight: Flight) -> tuple[list[Buffer], bytes]:
+    def _buffers(self, round: Round) -> tuple[list[Buffer], bytes]:
         """Return the model's buffers with the arrivals of this round, and a byte each: changed since they met?"""
-        round, averages = flight.round, flight.reduction.buffer_means
-        landed = moved(round.buffers, flight.snapshot, averages, round.first)
+        averages = round.reduction.buffer_means
+        landed = moved(round.buffers, round.snapshot, averages, round.first)
         buffers: list[Buffer] = [landed.get(index, value) for index, value in enumerate(round.buffers)]
-        if not averages and not flight.reduction.skipped:
+        if not averages and not round.reduction.skipped:
             return buffers, self._changed
         return buffers, changes_of([averages.get(i, value) for i, value in enumerate(round.agreed)], buffers)
 

@@ -49,7 +49,7 @@ from stretto.engine.buffers import (
     side_by_side,
 )
 from stretto.engine.options import BufferChoices
-from stretto.engine.round import Landing
+from stretto.engine.round import Round
 from stretto.exchange import Exchange
 from stretto.flat import original_name
 
@@ -112,21 +112,21 @@ class BufferSync:
         copies = self.copies
         return copies, changed_since(self.agreed, copies), self.agreed, self.sound, self.first
 
-    def install(self, landing: Landing) -> None:
+    def install(self, round: Round) -> None:
         """Install the averages that a round brought back for its snapshot.
 
         A skipped round may have written NaN here: the values from before are restored first.
         """
-        averages = landing.reduction.buffer_means
-        if landing.reduction.skipped:
+        averages = round.reduction.buffer_means
+        if round.reduction.skipped:
             self._put(dict(enumerate(self.sound)))
-        self._put(moved(self.live, landing.buffers, averages, self.first))
+        self._put(moved(self.live, round.snapshot, averages, self.first))
         for index, average in averages.items():
-            if average is None and landing.buffers[index] is not None and index not in self._told:
+            if average is None and round.snapshot[index] is not None and index not in self._told:
                 self._told.add(index)
-                warnings.warn(_told(self.names[index], landing.buffers[index]), RuntimeWarning, stacklevel=2)
+                warnings.warn(_told(self.names[index], round.snapshot[index]), RuntimeWarning, stacklevel=2)
             self.agreed[index] = average
-        if landing.reduction.alone:
+        if round.reduction.alone:
             self.go_on_from_live()
 
     def go_on_from_live(self) -> None:
@@ -138,9 +138,9 @@ class BufferSync:
         self.agreed = list(agreed)
         self.go_on_from_live()
 
-    def agreed_after(self, landing: Landing | None) -> list[Buffer]:
-        """Return what ranks will agree on once `landing`, if there is one, is installed."""
-        brought = {} if landing is None else landing.reduction.buffer_means
+    def agreed_after(self, round: Round | None) -> list[Buffer]:
+        """Return what ranks will agree on once `round`, if there is one, is installed."""
+        brought = {} if round is None else round.reduction.buffer_means
         return [brought.get(index, value) for index, value in enumerate(self.agreed)]
 
     def agree(self) -> None:
@@ -175,7 +175,7 @@ class BufferSync:
 
     # At rest
 
-    def took_off(self, snapshot: list[Buffer]) -> None:
+    def submitted(self, snapshot: list[Buffer]) -> None:
         """A round with this snapshot is submitted; later writes are in the next round."""
         self._late = snapshot, self.copies
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from stretto.engine import misuse
-from stretto.engine.replica import Flight, Performer, Replica
-from stretto.engine.round import Landing, Round
+from stretto.engine.replica import Performer, Replica
+from stretto.engine.round import Round
 from stretto.engine.runtime import Pending
 from stretto.errors import ConfigError
 from stretto.strategies import Strategy
@@ -51,7 +51,7 @@ class CommLane:
         """The effect that waits for its answer; None before the script begins."""
         self.progress.begin_update(replica.exchange.sent_bytes)
 
-    def advance(self, round: Round, opening: Pending[None] | None) -> Landing:
+    def advance(self, round: Round, opening: Pending[None] | None) -> Round:
         """Hand `round` to the waiting reduction, and perform effects until the update ends or the next one waits.
 
         Args:
@@ -64,28 +64,23 @@ class CommLane:
             self.open()
         progress = self.progress
         self._timer.start()
-        reduction = round.reduction or self.replica.reduce(round)
-        flight = Flight(round, reduction, round.buffers)
-        progress.begin_round(reduction, round.hyperparameters)
-        self._perform(flight)
+        if not round.is_reduced:
+            round.reduced(self.replica.reduce(round))
+        progress.begin_round(round.reduction, round.hyperparameters)
+        self._perform(round)
         progress.end_round(self._timer.stop())
-        commit = None
-        if flight.at_boundary:
-            replica, sent_bytes = self.replica, self.replica.exchange.sent_bytes
-            commit = progress.commit(
-                sent_bytes,
+        if round.ends_update:
+            replica, round.reductions = (
+                self.replica,
+                progress.reductions,
+            )  # the next update has a list of its own
+            round.update = progress.commit(
+                replica.exchange.sent_bytes,
                 gap=replica.sync.gap,
                 interval=replica.interval,
                 staleness=self.strategy.staleness,
             )
-        return Landing(
-            round.buffer,
-            flight.snapshot,
-            flight.shown,
-            flight.reduction,
-            flight.at_boundary,
-            commit,
-        )
+        return round
 
     def open(self) -> None:
         """Perform the effects that come before the next gradients, unless that has been done.
@@ -107,9 +102,9 @@ class CommLane:
             yield from self.strategy.update()
             yield Boundary()
 
-    def _perform(self, flight: Flight | None) -> None:
+    def _perform(self, round: Round | None) -> None:
         """Answer the waiting effect, then perform effects until one needs the compute lane."""
-        effect = self._script.send(None if flight is None else flight.reduction.gradient)
+        effect = self._script.send(None if round is None else round.reduction.gradient)
         while not isinstance(effect, (*ACCUMULATIONS, Begin)):
             if type(effect) not in self._performers:
                 raise ConfigError(
@@ -118,7 +113,7 @@ class CommLane:
                     "planned its buffers"
                 )
             try:
-                answer = self._performers[type(effect)](effect, flight)
+                answer = self._performers[type(effect)](effect, round)
             except Exception as error:
                 misuse.check_step(error, effect, self.progress.hyperparameters, self.replica.where)
                 raise

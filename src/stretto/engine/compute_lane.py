@@ -33,7 +33,7 @@ from stretto.engine.model import UserModel, trains
 from stretto.engine.options import Quota
 from stretto.engine.replica_sync import SyncState
 from stretto.engine.report import Asks, RoundReport, Vote
-from stretto.engine.round import Accounts, Landing, Reduction, Round
+from stretto.engine.round import Reduction, Round
 from stretto.engine.runtime import Arrived, Pending
 from stretto.errors import OutOfTurn
 from stretto.optimizer import Hyperparameters, Schedule, read_hyperparameters
@@ -240,14 +240,14 @@ class ComputeLane:
         """Rank and step, for messages: they are put into words where there is one."""
         self.num_counted = 0  # micro-batches of this rank, of any weight, since the job began or was loaded
         self._ready: Round | None = None  # while one is
-        self._in_flight: Pending[Landing] | None = None  # while one is
-        self._landing: Landing | None = None  # while one has arrived
+        self._in_flight: Pending[Round] | None = None  # while one is
+        self._arrived: Round | None = None  # while one has arrived
         self._has_failed = False  # whether the other lane has, or the wait for it
         self._opening: Pending[None] | None = None  # the work that an update does ahead of its gradients
         self._hyperparameters: Hyperparameters = []
         self._trains = b""
         self._incidents: list[Incident] = []
-        self._exposed_seconds, self._skipped_rounds = 0.0, 0  # since the last update
+        self._exposed_seconds = 0.0  # since the last update
         self.comm, self.replica, self.runtime = comm, comm.replica, comm.runtime
         self._timer = self.runtime.timer()  # of waits for the other lane
         self.layout, self.overlaps, self.quota = comm.replica.exchange.layout, comm.strategy.overlaps, quota
@@ -258,7 +258,8 @@ class ComputeLane:
         self._idle = GradientBuffer(self.layout) if self.overlaps else None
         self.accumulation.attach()
         self.replica.models_show(model.parameters)
-        self._accounts = Accounts(self.runtime.now(), use_is_known=allow_unused)
+        self._updated_at = self.runtime.now()  # when the last update was returned
+        self._use_is_known = allow_unused  # whether each parameter is known to be used by some rank
         self.hooks = Hooks(
             model,
             before_gradient=self._before_gradient,
@@ -363,17 +364,11 @@ class ComputeLane:
         if self.overlaps:
             self.check_untouched()
             if self.buffer_sync.names:
-                self.buffer_sync.took_off(ready.buffers)
+                self.buffer_sync.submitted(ready.buffers)
         if self.rounds.at_boundary:
             self._hyperparameters = read_hyperparameters(self.model.optimizer)
             self._trains = bytes(map(trains, self.model.registered))
-        ready = dataclasses.replace(
-            ready,
-            vote=self.rounds.vote,
-            asks=self.rounds.asks,
-            hyperparameters=self._hyperparameters,
-            trains=self._trains,
-        )
+        ready.submit(self.rounds.vote, self.rounds.asks, self._hyperparameters, self._trains)
         opening, self._opening = self._opening, None
         self._in_flight = self.runtime.spawn(functools.partial(self.comm.advance, ready, opening))
         if self._idle is not None:
@@ -395,8 +390,6 @@ class ComputeLane:
                 self.accumulation.buffer,
                 self.accumulation.contribution,
                 *(self.buffer_sync.carried() if self.buffer_sync.names else nothing),
-                self.rounds.vote,
-                [],
                 incidents=self._incidents,
                 early_reduction=self.accumulation.early_reduction,
             )
@@ -404,7 +397,7 @@ class ComputeLane:
             for listener in self.model.listeners:
                 listener.round_closed()
         if reduction is not None:
-            self._ready = dataclasses.replace(self._ready, reduction=reduction, early_reduction=None)
+            self._ready.reduced(reduction)
         return self._ready
 
     def end_round(self) -> Update | None:
@@ -419,45 +412,58 @@ class ComputeLane:
 
     def _install_round(self) -> Update | None:
         """Wait for the round in flight, install what it brought, and return the update it committed."""
-        landing, self._landing = self.wait_for_lane(), None
-        if landing is None:
+        round, self._arrived = self.wait_for_lane(), None
+        if round is None:
             raise OutOfTurn(f"{self.where}: a round ends that has not begun; please report it")
         for listener in self.model.listeners:
             listener.install_begins()
-        self.model.show(landing.buffer.views, landing.shown)
+        self.model.show(round.buffer.views, round.shown)
         if self.buffer_sync.names:
-            self.buffer_sync.install(landing)
+            self.buffer_sync.install(round)
         if self.overlaps:
-            self._idle = landing.buffer
+            self._idle = round.buffer
         else:
             self.accumulation.attach()
-        reduction, before = landing.reduction, self.rounds.steps
-        self._skipped_rounds += reduction.skipped
-        steps = self.comm.progress.step
-        met = reduction.report if reduction.met else None
-        self.rounds.install(at_boundary=landing.at_boundary, steps=steps, met=met)
-        if landing.commit is not None and not self._accounts.use_is_known:
-            self._accounts.check_used(landing.commit, self.layout, self.where)
+        before, steps = self.rounds.steps, self.comm.progress.step
+        met = round.reduction.report if round.reduction.met else None
+        self.rounds.install(at_boundary=round.ends_update, steps=steps, met=met)
+        if round.update is not None and not self._use_is_known:
+            self._check_used(round.reductions)
         if steps > before:
             self.model.stepped(self._schedule, steps - before, self.where)
-        if landing.commit is None:
+        if round.update is None:
             return None
         for listener in self.model.listeners:
             listener.update_committed()
-        skipped, exposed_seconds = self._skipped_rounds, self._exposed_seconds
-        self._exposed_seconds, self._skipped_rounds = 0.0, 0
-        return self._accounts.close(landing.commit, steps, self.runtime.now(), skipped, exposed_seconds)
+        now = self.runtime.now()
+        seconds, self._updated_at = now - self._updated_at, now
+        exposed_seconds, self._exposed_seconds = self._exposed_seconds, 0.0
+        return dataclasses.replace(round.update, seconds=seconds, exposed_seconds=exposed_seconds)
 
-    def wait_for_lane(self) -> Landing | None:
+    def _check_used(self, reductions: Sequence[Reduction]) -> None:
+        """Check once, at the first update that all ranks report, that each parameter was used by some rank.
+
+        Raises:
+            UnusedParameters: A parameter received no gradient on any rank.
+        """
+        is_empty = not any(any(one.report.used) for one in reductions)  # all micro-batches were left out
+        if is_empty or not reductions[-1].met:
+            return
+        self._use_is_known = True
+        used = [any(flags) for flags in zip(*(one.report.used for one in reductions), strict=True)]
+        if unused := [slot.name for slot in self.layout.slots if not used[slot.index]]:
+            raise misuse.without_gradient(unused, self.where)
+
+    def wait_for_lane(self) -> Round | None:
         """Wait until the round in flight can be installed; return its result, or None without one."""
         if self._in_flight is not None:
             self._timer.start()
             in_flight, self._in_flight, self._has_failed = self._in_flight, None, True
-            self._landing = in_flight.result()
+            self._arrived = in_flight.result()
             self._has_failed = False
             self.rounds.enter(Stage.ARRIVED)
             self._exposed_seconds += self._timer.stop()
-        return self._landing
+        return self._arrived
 
     def _leave(self, *, waits: bool) -> None:
         """Leave the communication lane, once it is done or at once, and remove all hooks."""
@@ -476,8 +482,8 @@ class ComputeLane:
         if self.model.shown == "committed" or self._has_failed or self.lifetime.failures.world_size > 1:
             return
         try:
-            landing = self.wait_for_lane()
-            if landing is not None and landing.at_boundary:
+            arrived = self.wait_for_lane()
+            if arrived is not None and arrived.ends_update:
                 return
             if self._opening is not None:
                 self._opening.result()
@@ -581,13 +587,13 @@ class ComputeLane:
         """
         self.check_alike("settling")
         self._finish_opening()
-        landing = self.wait_for_lane()
+        arrived = self.wait_for_lane()
         for listener in self.model.listeners:
             listener.committed_is_read()  # the communication lane is at rest, so this thread may do it
         agreement = self.replica.sync
-        is_mean = agreement.steps_alone and not agreement.is_synced and landing is None
-        buffers = [] if is_mean else self._buffers(landing, meets=meets)
-        if self.model.shown == "committed" and agreement.state is SyncState.SYNCED and landing is None:
+        is_mean = agreement.steps_alone and not agreement.is_synced and arrived is None
+        buffers = [] if is_mean else self._buffers(arrived, meets=meets)
+        if self.model.shown == "committed" and agreement.state is SyncState.SYNCED and arrived is None:
             self.model.settle(None, buffers)
             return
         # The idle buffer may hold gathered values: it is zeroed when the next round is submitted.
@@ -597,14 +603,14 @@ class ComputeLane:
         ).result()
         self.model.settle(buffer.views, gathered if is_mean else buffers)
 
-    def _buffers(self, landing: Landing | None, *, meets: bool) -> list[Buffer]:
-        """Return the agreed buffers once `landing` is installed, with writes at rest."""
+    def _buffers(self, arrived: Round | None, *, meets: bool) -> list[Buffer]:
+        """Return the agreed buffers once `arrived` is installed, with writes at rest."""
         buffer_sync, round_index = self.buffer_sync, self.comm.progress.round_index
         if not buffer_sync.names:
             return []
         own, snapshot = self.model.trained_buffers, None if self._ready is None else self._ready.buffers
-        buffers = buffer_sync.with_late_writes(buffer_sync.agreed_after(landing))
-        if landing is None and (self.has_round_ready or not self.accumulation.contribution.count):
+        buffers = buffer_sync.with_late_writes(buffer_sync.agreed_after(arrived))
+        if arrived is None and (self.has_round_ready or not self.accumulation.contribution.count):
             buffers = as_written(buffer_sync.left_by(snapshot, round_index), own, buffers)
         if not meets:
             return buffers
@@ -621,21 +627,14 @@ class ComputeLane:
     def reduce_early(self) -> Reduction:
         """Exchange now the gradients of the round submitted next, for a checkpoint and for it; all must call."""
         ready = self.close_round()
-        if ready.reduction is not None:
+        if ready.is_reduced:
             return ready.reduction
         hyperparameters = read_hyperparameters(self.model.optimizer)
         trained = bytes(map(trains, self.model.registered))
-        ready = dataclasses.replace(
-            ready,
-            vote=self.rounds.vote,
-            asks=self.rounds.asks,
-            hyperparameters=hyperparameters,
-            trains=trained,
-        )
-        reduction = self.runtime.spawn(lambda: self.replica.reduce(ready)).result()
-        self.close_round(reduction)
+        ready.submit(self.rounds.vote, self.rounds.asks, hyperparameters, trained)
+        ready.reduced(self.runtime.spawn(lambda: self.replica.reduce(ready)).result())
         self.accumulation.remember()  # an exchange may leave anything in the buffer
-        return reduction
+        return ready.reduction
 
     def written_since_closed(self) -> dict[str, Buffer]:
         """Return, by name, what buffers were when the ready round was closed, where that is no longer so."""
@@ -648,7 +647,7 @@ class ComputeLane:
         device = self.layout.sets[0].device
         pairs = zip(self.buffer_sync.names, self.close_round().buffers, strict=True)
         buffers = [at(closed[name], device) if name in closed else value for name, value in pairs]
-        self._ready = dataclasses.replace(self.close_round(), buffers=buffers)
+        self.close_round().close_with(buffers)
 
     def begin_again(self, steps: int, round_index: int) -> None:
         """Continue after so many updates and rounds, whose state is in place; drop accumulated gradients.
@@ -659,12 +658,13 @@ class ComputeLane:
         """
         self._ready = None
         self.accumulation.begin(self.accumulation.buffer).attach()
-        self._accounts.begin_again(steps, self.runtime.now())
+        self._updated_at = self.runtime.now()
+        self._use_is_known = self._use_is_known or steps > 0
         self.model.begin_again()
         if self._schedule is not None:
             self._schedule.forget()
         self.rounds.begin_again(steps)
-        self.num_counted, self._exposed_seconds, self._skipped_rounds = 0, 0.0, 0
+        self.num_counted, self._exposed_seconds = 0, 0.0
         self.comm.progress.begin_again(steps, round_index)
         self.replica.begin_again()
         for listener in self.model.listeners:

@@ -32,7 +32,8 @@ import torch
 from torch import Tensor
 
 from stretto.engine.comm_lane import Weave, Woven
-from stretto.engine.replica import Flight, Performer, Replica
+from stretto.engine.replica import Performer, Replica
+from stretto.engine.round import Round
 from stretto.noise import Noise
 from stretto.optimizer import ReducedGradient
 from stretto.randomness import draw
@@ -126,14 +127,14 @@ class NoisyRank:
     def _hitting(self, performer: Performer) -> Performer:
         masters = self._sharded.masters
 
-        def perform(effect: Any, flight: Flight | None) -> Any:
+        def perform(effect: Any, round: Round | None) -> Any:
             versions = [master._version for master in masters]
-            reply = performer(effect, flight)
+            reply = performer(effect, round)
             written = {index for index, master in enumerate(masters) if master._version != versions[index]}
             if written:
                 self._hit_masters(written)
-            if written and flight is not None:  # otherwise the model goes on showing what they were
-                self._sharded.publish(flight.round.buffer.flats)
+            if written and round is not None:  # otherwise the model goes on showing what they were
+                self._sharded.publish(round.buffer.flats)
             return reply
 
         return perform

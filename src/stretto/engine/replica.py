@@ -1,10 +1,9 @@
 """One rank's replica: it performs the effects that every strategy uses, and says how far ranks agree.
 
-A performer is a function of an effect and the `Flight` it belongs to. Its result is the answer to the effect. Replicas
+A performer is a function of an effect and the `Round` it belongs to. Its result is the answer to the effect. Replicas
 that may differ have more of them (`stretto.averaging`), and so have guards (`stretto.guards`).
 """
 
-import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from stretto.engine.node_group import NodeGroup
 from stretto.engine.options import Options
 from stretto.engine.replica_sync import ReplicaSync
 from stretto.engine.report import RoundReport
-from stretto.engine.round import Progress, Reduction, Round, Shown
+from stretto.engine.round import Progress, Reduction, Round
 from stretto.engine.runtime import Runtime
 from stretto.engine.streams import SideStream
 from stretto.errors import NonFinite
@@ -40,25 +39,8 @@ CLIP_EPSILON = 1e-6
 """Added to the norm before dividing, as in `torch.nn.utils.clip_grad_norm_`."""
 
 
-@dataclasses.dataclass(slots=True)
-class Flight:
-    """One round on the communication lane."""
-
-    round: Round
-    reduction: Reduction
-    snapshot: list[Buffer]
-    """The model's buffers that the averages of `reduction` were taken of on this rank: of this round, or of an earlier
-    one whose averages have come only now."""
-    shown: Shown = "committed"
-    at_boundary: bool = False
-
-    def take_snapshot(self, taken: Mapping[int, Buffer]) -> None:
-        """Take buffers, by index, of which averages have come, instead of this round's."""
-        self.snapshot = [taken.get(index, value) for index, value in enumerate(self.snapshot)]
-
-
-Performer: TypeAlias = Callable[[Any, Flight | None], Any]
-"""Performs an effect; without a flight, it comes before the next gradients and may run while they accumulate."""
+Performer: TypeAlias = Callable[[Any, Round | None], Any]
+"""Performs an effect; without a round, it comes before the next gradients and may run while they accumulate."""
 
 
 class Replica:
@@ -233,7 +215,7 @@ class Replica:
                 total.zero_()
         return Reduction(gradient, report, buffer_means, skipped)
 
-    def step(self, effect: Step, flight: Flight | None) -> None:
+    def step(self, effect: Step, round: Round | None) -> None:
         """Commit one optimizer step if the gradient has any weight, and publish the masters."""
         gradient = _reduced(effect.gradient)
         gradient.merge()
@@ -242,34 +224,34 @@ class Replica:
             self.sharded.step(gradient, self.progress.hyperparameters, clip)
             self.runtime.charge("step", self.sharded.numel)
             self.progress.take_step(norm)
-        flight = flight_of(effect, flight)
-        self.sharded.publish(flight.round.buffer.flats)
-        flight.shown = "committed"
+        round = round_of(effect, round)
+        self.sharded.publish(round.buffer.flats)
+        round.shown = "committed"
 
-    def preview(self, effect: Preview, flight: Flight | None) -> None:
+    def preview(self, effect: Preview, round: Round | None) -> None:
         """Publish the parameters that one more step would give."""
         gradient = _reduced(effect.gradient)
         gradient.merge()
-        flight = flight_of(effect, flight)
+        round = round_of(effect, round)
         if gradient.weight == 0:
-            self.sharded.publish(flight.round.buffer.flats)
-            flight.shown = "committed"
+            self.sharded.publish(round.buffer.flats)
+            round.shown = "committed"
             return
         _, clip = self._clip(gradient)
-        self.sharded.preview(gradient, self.progress.hyperparameters, clip, flight.round.buffer.flats)
+        self.sharded.preview(gradient, self.progress.hyperparameters, clip, round.buffer.flats)
         self.runtime.charge("preview", self.sharded.numel)
-        flight.shown = "estimate"
+        round.shown = "estimate"
 
-    def gather(self, effect: Gather, flight: Flight | None) -> None:
+    def gather(self, effect: Gather, round: Round | None) -> None:
         """Replace every rank's buffer by the published shards of all ranks."""
-        flight = flight_of(effect, flight)
+        round = round_of(effect, round)
         if self._draws:  # also here: the sums of this round may come from a checkpoint
             self.exchange.begin_round(self.progress.round_index)
-        self._publish(flight.round.buffer.flats)
+        self._publish(round.buffer.flats)
 
-    def end_update(self, effect: Boundary, flight: Flight | None) -> None:
+    def end_update(self, effect: Boundary, round: Round | None) -> None:
         """Mark the end of an update, and keep its sums for the next one."""
-        flight_of(effect, flight).at_boundary = True
+        round_of(effect, round).ends_update = True
         self._spare_sums += self._lent_sums
         self._lent_sums = []
 
@@ -391,8 +373,8 @@ def _reduced(gradient: object) -> ReducedGradient:
     return gradient
 
 
-def flight_of(effect: object, flight: Flight | None) -> Flight:
+def round_of(effect: object, round: Round | None) -> Round:
     """Return the round that `effect` belongs to, for effects that cannot come before one."""
-    if flight is None:
+    if round is None:
         raise TypeError(f"a strategy asked for {effect!r} before its update's first gradient")
-    return flight
+    return round

@@ -4,13 +4,12 @@ Listener        receives the events of the compute lane
 Round           a closed round; the communication lane owns all of it until it is installed
 Reduction       the summed gradients
 Progress        the position of the job on the communication lane, and its update in progress
-`Landing`       the result: values to show, and the update if one was committed
 """
 
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -97,17 +96,50 @@ class Round:
     """The values of these buffers after the last round that counted; see `BufferSync.sound`."""
     first: Sequence[int]
     """Those of which all ranks take rank 0's."""
-    vote: Vote
-    hyperparameters: Hyperparameters
+    vote: Vote = Vote.GO_ON
+    hyperparameters: Hyperparameters = dataclasses.field(default_factory=list)
     asks: Asks = Asks.NOTHING
     trains: bytes = b""
     """By parameter, whether it asked for gradients when the hyperparameters were read; the same on all ranks."""
-    reduction: "Reduction | None" = None
-    """The result, if a checkpoint had the gradients exchanged before start."""
     incidents: Sequence[Incident] = ()
     """Incidents on the compute lane since the last round was closed."""
     early_reduction: EarlyReduction | None = None
     """The sum of its gradients, if it began during the last backward pass."""
+
+    # Results, which the communication lane fills in; the compute lane reads them once it has waited for that lane.
+    reduction: "Reduction" = dataclasses.field(init=False)
+    is_reduced: bool = False
+    """Whether `reduction` is there: a checkpoint has the gradients exchanged before the round is submitted."""
+    averaged: list[Tensor | None] | None = None
+    """The buffers that the averages of `reduction` belong to, where they are not this round's: averages of an earlier
+    round have come only now."""
+    shown: Shown = "committed"
+    ends_update: bool = False
+    update: Update | None = None
+    """The committed update, if this round ended one; None too where an update had no weight and did not step."""
+    reductions: Sequence["Reduction"] = ()
+    """Of all rounds of the update that this round ended."""
+
+    def submit(self, vote: Vote, asks: Asks, hyperparameters: Hyperparameters, trains: bytes) -> None:
+        """Take what this rank says in the report of the round, and the settings of its step."""
+        self.vote, self.asks, self.hyperparameters, self.trains = vote, asks, hyperparameters, trains
+
+    def reduced(self, reduction: "Reduction") -> None:
+        """Take the result of the exchange of the gradients."""
+        self.reduction, self.is_reduced, self.early_reduction = reduction, True, None
+
+    @property
+    def snapshot(self) -> list[Tensor | None]:
+        """The model's buffers that the averages of `reduction` were taken of on this rank."""
+        return self.buffers if self.averaged is None else self.averaged
+
+    def take_snapshot(self, taken: Mapping[int, Tensor | None]) -> None:
+        """Take buffers, by index, of which averages have come, instead of this round's."""
+        self.averaged = [taken.get(index, value) for index, value in enumerate(self.snapshot)]
+
+    def close_with(self, buffers: list[Tensor | None]) -> None:
+        """Let the round be as if it had been closed with these buffers."""
+        self.buffers = buffers
 
     def settings(self, layout: Layout) -> str:
         """Settings that must be equal on all ranks, as text."""
@@ -154,7 +186,7 @@ class Round:
         """Return this rank's part of the round report, as far as the host knows it.
 
         Args:
-            torn: Whether some gradients changed after their departure.
+            stale: Whether some gradients changed after they were sent.
         """
         return RankReport(
             totals=self.contribution.totals,
@@ -189,28 +221,6 @@ class Reduction:
         self.report, self.buffer_means, self.met = report, buffer_means, True
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Commit:
-    """The record of a committed update at the end of its last round."""
-
-    reductions: tuple[Reduction, ...]
-    gradient_norm: float
-    learning_rates: tuple[float, ...]
-    round_index: int
-    lane_seconds: float
-    sent_bytes: int
-    incidents: tuple[Incident, ...]
-    """Incidents of all ranks since the previous commit."""
-    gap: int
-    """Updates since replicas were last averaged; 0 where they cannot differ."""
-    interval: int | None
-    """Updates from one average to the next, where the strategy chooses."""
-    divergence: Divergence | None
-    """Of the average made in this update, if replicas were compared there."""
-    staleness: int
-    """Of the strategy, in committed updates."""
-
-
 @dataclasses.dataclass(slots=True)
 class Progress:
     """Counts on the communication lane, and the record of its update in progress."""
@@ -239,6 +249,9 @@ class Progress:
     bytes_before: int = 0
     """Bytes that the exchange had sent when the update began."""
 
+    skipped_rounds: int = 0
+    """Since the last committed update."""
+
     def begin_update(self, sent_bytes: int) -> None:
         """Forget the last update and begin the record of the next."""
         self.reductions = []
@@ -251,6 +264,7 @@ class Progress:
     def begin_round(self, reduction: Reduction, hyperparameters: Hyperparameters) -> None:
         """A round's gradients are reduced; hyperparameters belong to its update."""
         self.reductions.append(reduction)
+        self.skipped_rounds += reduction.skipped
         self.hyperparameters = hyperparameters
 
     def end_round(self, seconds: float) -> None:
@@ -289,8 +303,8 @@ class Progress:
         """Continue in the round of the ranks that were waited for."""
         self.round_index = round_index
 
-    def commit(self, sent_bytes: int, *, gap: int, interval: int | None, staleness: int) -> Commit | None:
-        """Close the update and return its record; None if the update did not step.
+    def commit(self, sent_bytes: int, *, gap: int, interval: int | None, staleness: int) -> Update | None:
+        """Close the update and return its record, without the compute lane's seconds; None if it did not step.
 
         Args:
             sent_bytes: That the exchange has sent so far.
@@ -298,30 +312,43 @@ class Progress:
             interval: Updates from one average to the next, where the strategy chooses.
             staleness: Of the strategy.
         """
-        commit = None
+        update = None
         # A rank that steps alone does not ask the others: the step counts, whatever this rank contributed.
         if self.stepped or not self.reductions[-1].met:
             self.step += 1
-            commit = Commit(
-                reductions=tuple(self.reductions),
-                gradient_norm=self.gradient_norm,
-                learning_rates=tuple(map(learning_rate, self.hyperparameters)),
+            reports = [one.report for one in self.reductions if one.alone or not one.skipped]
+            rounds = tuple(report.micro_batches for report in reports)
+            loss_weight = sum(report.loss_weight for report in reports)
+            update = Update(
+                step=self.step,
                 round_index=self.round_index - 1,
+                samples=sum(report.samples for report in reports),
+                fresh_samples=sum(report.fresh_samples for report in reports),
+                weight=sum(report.weight for report in reports),
+                loss=sum(report.loss_sum for report in reports) / loss_weight if loss_weight else math.nan,
+                gradient_norm=self.gradient_norm,
+                staleness=min(staleness, self.step - 1),
+                micro_batches=tuple(map(sum, zip(*rounds, strict=True))),
+                rounds=rounds,
+                seconds=0.0,
                 lane_seconds=self.lane_seconds,
+                exposed_seconds=0.0,
                 sent_bytes=sent_bytes - self.bytes_before,
+                learning_rates=tuple(map(learning_rate, self.hyperparameters)),
+                skipped_rounds=self.skipped_rounds,
                 incidents=tuple(self.incidents),
                 gap=gap,
                 interval=interval,
-                divergence=self.divergence,
-                staleness=staleness,
+                noise=None if self.divergence is None else self.divergence.noise,
+                divergence=None if self.divergence is None else self.divergence.mean_distance,
             )
-            self.incidents = []
+            self.incidents, self.skipped_rounds = [], 0
         self.begin_update(sent_bytes)
-        return commit
+        return update
 
     def begin_again(self, step: int, round_index: int) -> None:
         """Continue after so many updates and rounds."""
-        self.step, self.round_index = step, round_index
+        self.step, self.round_index, self.skipped_rounds = step, round_index, 0
 
     # For guards
 
@@ -342,93 +369,3 @@ class Progress:
         """Take the present value of one of them, which is equal on all ranks, for what it should be."""
         if name in self.versions:
             self.versions[name] = tensor._version
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Landing:
-    """The result of one round."""
-
-    buffer: GradientBuffer
-    """Holds the values to install."""
-    buffers: list[Tensor | None]
-    """The snapshot of the model's buffers that the averages belong to."""
-    shown: Shown
-    reduction: Reduction
-    at_boundary: bool
-    """Whether this round ended an update."""
-    commit: Commit | None
-    """The committed update, if this round ended one; None too where an update had no weight and did not step."""
-
-
-class Accounts:
-    """Sums of one rank's compute lane from one update to the next, for the record of the later update.
-
-    Args:
-        now: Seconds on the runtime's clock.
-        use_is_known: Whether to skip the check for parameters that no rank uses.
-    """
-
-    def __init__(self, now: float, *, use_is_known: bool) -> None:
-        self._opened = now
-        self.use_is_known = use_is_known
-
-    def begin_again(self, steps: int, now: float) -> None:
-        """Begin after a checkpoint of `steps` committed updates."""
-        self._opened = now
-        self.use_is_known = self.use_is_known or steps > 0
-
-    def check_used(self, commit: Commit, layout: Layout, where: object) -> None:
-        """Check once, at the first update that all ranks report, that each parameter was used by some rank.
-
-        Raises:
-            UnusedParameters: A parameter received no gradient on any rank.
-        """
-        is_empty = not any(any(r.report.used) for r in commit.reductions)  # all micro-batches were left out
-        if is_empty or not commit.reductions[-1].met:
-            return
-        self.use_is_known = True
-        used = [any(flags) for flags in zip(*(r.report.used for r in commit.reductions), strict=True)]
-        unused = [slot.name for slot in layout.slots if not used[slot.index]]
-        if unused:
-            raise misuse.without_gradient(unused, where)
-
-    def close(
-        self, commit: Commit, step: int, now: float, skipped_rounds: int, exposed_seconds: float
-    ) -> Update:
-        """Return the record of the `step`-th update, and begin that of the next.
-
-        Args:
-            commit: Of this update.
-            step: Its number.
-            now: Seconds on the runtime's clock.
-            skipped_rounds: Rounds skipped because something was not finite.
-            exposed_seconds: In which the compute lane waited for the communication lane.
-        """
-        reports = tuple(r.report for r in commit.reductions if r.alone or not r.skipped)
-        rounds = tuple(report.micro_batches for report in reports)
-        loss_weight = sum(report.loss_weight for report in reports)
-        update = Update(
-            step=step,
-            round_index=commit.round_index,
-            samples=sum(report.samples for report in reports),
-            fresh_samples=sum(report.fresh_samples for report in reports),
-            weight=sum(report.weight for report in reports),
-            loss=sum(report.loss_sum for report in reports) / loss_weight if loss_weight else math.nan,
-            gradient_norm=commit.gradient_norm,
-            staleness=min(commit.staleness, step - 1),
-            micro_batches=tuple(map(sum, zip(*rounds, strict=True))),
-            rounds=rounds,
-            seconds=now - self._opened,
-            lane_seconds=commit.lane_seconds,
-            exposed_seconds=exposed_seconds,
-            sent_bytes=commit.sent_bytes,
-            learning_rates=commit.learning_rates,
-            skipped_rounds=skipped_rounds,
-            incidents=commit.incidents,
-            gap=commit.gap,
-            interval=commit.interval,
-            noise=None if commit.divergence is None else commit.divergence.noise,
-            divergence=None if commit.divergence is None else commit.divergence.mean_distance,
-        )
-        self._opened = now
-        return update

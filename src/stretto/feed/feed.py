@@ -431,8 +431,8 @@ class Feed:
         compute = self._compute
         if compute.overlaps:
             compute.submit_if_ready()
-            landing = compute.wait_for_lane()
-            votes = {Vote.GO_ON} if landing is None else set(landing.reduction.report.votes)
+            arrived = compute.wait_for_lane()
+            votes = {Vote.GO_ON} if arrived is None else set(arrived.reduction.report.votes)
             self._keep(compute.end_round() if votes & {Vote.GO_ON, Vote.STOP} else compute.finish_round())
         else:
             self._keep(compute.finish_round() if compute.has_round_ready else compute.end_round())

@@ -8,7 +8,8 @@ from typing import get_args
 from torch import Tensor
 
 from stretto.checksums import digests, on_host
-from stretto.engine.replica import Flight, Performer, Replica
+from stretto.engine.replica import Performer, Replica
+from stretto.engine.round import Round
 from stretto.exchange import Exchange
 from stretto.flat import shard_of
 from stretto.guards.contract import (
@@ -92,20 +93,20 @@ class GuardInterpreter:
             Arrived: self._arrived,
             Forget: lambda effect, _: self.forget(effect.what),
             Conclude: self._conclude,
-            Fingerprint: lambda _, flight: self._fingerprints(flight),
+            Fingerprint: lambda _, round: self._fingerprints(round),
             Share: lambda effect, _: self._exchange.gather_bytes(effect.record),
-            Copy: lambda effect, flight: self._mending.copy(
-                effect.part, dict(self._parts(flight))[effect.part], effect.source, effect.onto
+            Copy: lambda effect, round: self._mending.copy(
+                effect.part, dict(self._parts(round))[effect.part], effect.source, effect.onto
             ),
-            Seal: lambda effect, flight: self._seal(effect.what, flight),
+            Seal: lambda effect, round: self._seal(effect.what, round),
             Inspect: lambda effect, _: self._differences(effect.what),
             Mend: lambda effect, _: self._seals.mend(effect.part),
             Replace: lambda effect, _: self._replace(effect.parts),
             Publish: lambda effect, _: self._mending.publish(effect.part),
             Clear: lambda effect, _: self._mending.clear(effect.part),
-            Recompute: lambda _, flight: (
+            Recompute: lambda _, round: (
                 recomputed(
-                    self._sharded, self._seals, dict(self._shown(flight)) if self._is_replicated else {}
+                    self._sharded, self._seals, dict(self._shown(round)) if self._is_replicated else {}
                 )
                 | {part: self._is_as_sealed(part.name) for part in self._fixed}
             ),
@@ -154,16 +155,16 @@ class GuardInterpreter:
         left = [found for exchange in self._exchanges for found in exchange.incidents]
         return (*told, *shared, *(dataclasses.replace(found, step=step) for found in left))
 
-    def _arrived(self, effect: Arrived, flight: Flight | None) -> None:
+    def _arrived(self, effect: Arrived, round: Round | None) -> None:
         """Handle a new sum of gradients: check strikes before anybody steps with it."""
         self.strikes.check(self._progress.step)
-        if flight is not None:
-            self._found.extend(flight.round.incidents)
+        if round is not None:
+            self._found.extend(round.incidents)
         self._gradients.append(effect.gradient)
 
-    def _conclude(self, _: Conclude, flight: Flight | None) -> None:
+    def _conclude(self, _: Conclude, round: Round | None) -> None:
         """Gather the incidents of all ranks at the end of an update; ranks that step alone wait for their average."""
-        if flight is not None and flight.reduction.met:
+        if round is not None and round.reduction.met:
             self._progress.note(self._gather_found())
 
     def _gather_found(self) -> tuple[Incident, ...]:
@@ -200,18 +201,18 @@ class GuardInterpreter:
                 return {}
         return self._mending.replace(parts, self._differences)
 
-    def _parts(self, flight: Flight | None) -> Iterator[tuple[Part, Tensor]]:
+    def _parts(self, round: Round | None) -> Iterator[tuple[Part, Tensor]]:
         """Yield every part that is equal on all ranks, in the same order on all ranks.
 
-        Without a flight, the model may be running, and its forward passes may be writing its buffers.
+        Without a round, the model may be running, and its forward passes may be writing its buffers.
         """
         if self._is_replicated and self._replica.sync.is_synced:
             yield from self._masters()
         for name, anchor in self._replica.anchors(waits=True):
             yield Part("anchor", name), anchor
         if self._replica.sync.is_synced:
-            yield from self._shown(flight)
-        yield from self._held.items() if flight is not None else ()
+            yield from self._shown(round)
+        yield from self._held.items() if round is not None else ()
 
     def _state(self) -> Iterator[tuple[Part, Tensor]]:
         """Yield what changes at a step, and is sealed until then."""
@@ -228,8 +229,8 @@ class GuardInterpreter:
                 if isinstance(value, Tensor):
                     yield Part("optimizer state", f"{key} of segment {index}"), value
 
-    def _shown(self, flight: Flight | None) -> Iterator[tuple[Part, Tensor]]:
-        for index, flat in enumerate(flight.round.buffer.flats if flight is not None else ()):
+    def _shown(self, round: Round | None) -> Iterator[tuple[Part, Tensor]]:
+        for index, flat in enumerate(round.buffer.flats if round is not None else ()):
             yield Part(SHOWN, f"set {index}"), flat
 
     def _sums(self) -> Iterator[tuple[Part, Tensor]]:
@@ -237,13 +238,13 @@ class GuardInterpreter:
             for index, total in enumerate(gradient.sums):
                 yield Part("reduced gradient", f"bucket {index} of round {number}"), total
 
-    def _fingerprints(self, flight: Flight | None) -> dict[Part, int]:
+    def _fingerprints(self, round: Round | None) -> dict[Part, int]:
         # Ranks that keep their own state, or step alone, may also have cut it into different segments.
         agreement = self._replica.sync
         compares_state = agreement.states_are_synced and not agreement.steps_alone
         parts = {
             part: tensor
-            for part, tensor in self._parts(flight)
+            for part, tensor in self._parts(round)
             if compares_state or part.site != "optimizer state"
         }
         same = {part: tensor for part, tensor in parts.items() if not self._is_written(part)}
@@ -256,7 +257,7 @@ class GuardInterpreter:
             return False
         return self._progress.versions.get(part.name) not in (None, self._fixed[part]._version)
 
-    def _seal(self, what: Sealable, flight: Flight | None) -> None:
+    def _seal(self, what: Sealable, round: Round | None) -> None:
         match what:
             case "state":
                 self._seals.add(what, self._state())
@@ -271,7 +272,7 @@ class GuardInterpreter:
                 parts = [Part(what, f"set {index}") for index in range(len(self._exchange.residuals))]
                 self._seals.add(what, zip(parts, self._exchange.residuals, strict=True))
             case "values to be shown":
-                self._seals.add(what, self._shown(flight))
+                self._seals.add(what, self._shown(round))
 
     def _differences(self, what: Sequence[Sealable]) -> list[Difference]:
         """Return the parts that have changed since they were sealed; parts that were cut again are not compared."""
