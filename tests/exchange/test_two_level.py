@@ -1,6 +1,5 @@
 """Sums inside nodes first: what every rank gets, in which order it is added, and how little crosses between nodes."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -14,10 +13,9 @@ from stretto.exchange import FP32, WIRES, PackedWire, TwoLevelExchange
 from stretto.flat import Layout, plan_layout
 from stretto.strategies import STRATEGIES
 from stretto_lab.virtual import VirtualCluster
-from tests.exactness.jobs import Case, Observed, same, train
+from tests.exactness.jobs import Case, same
 from tests.exchange.test_exchange import contribution
-from tests.processes import run_ranks
-from tests.workers.jobs import run, with_nodes
+from tests.workers.jobs import run
 
 NODES = ((2, 2), (2, 3), (3, 2))
 """Nodes, and ranks on each."""
@@ -141,21 +139,6 @@ def test_nodes_of_one_rank_are_ranks_to_the_bit(case: Case) -> None:
     for ours, theirs in zip(run(case, 3, 1), run(case, 3, None), strict=True):
         assert same(ours.final, theirs.final)
         assert [pair for pair in zip(ours.committed, theirs.committed, strict=True) if not same(*pair)] == []
-
-
-def trained(rank: int, cases: list[Case]) -> list[Observed]:
-    return [train(rank, case) for case in cases]
-
-
-@pytest.mark.long
-def test_real_ranks_get_the_bits_of_virtual_ones() -> None:
-    cases = [with_nodes(case, 2) for case in JOBS if case.options.wire == "int8"]
-    verified = [
-        dataclasses.replace(case, options=dataclasses.replace(case.options, verified=True)) for case in cases
-    ]
-    for rank, observed in enumerate(run_ranks(4, trained, cases + verified)):
-        for case, found in zip(cases * 2, observed, strict=True):
-            assert same(found.final, run(case, 4, 2)[rank].final)
 
 
 # What crosses

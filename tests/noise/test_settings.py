@@ -9,11 +9,8 @@ import torch
 
 import stretto as st
 from stretto.errors import ConfigError, CorruptionError, ReplicasDiverged, StateCorrupt
-from stretto_lab.virtual import VirtualCluster, VirtualGroup
 from tests.bits import unequal
-from tests.exactness import jobs
 from tests.noise.jobs import NUMEL, UPDATES, Case, Seen, added, run
-from tests.processes import run_ranks
 
 VARIANCE = 0.04
 FAR = 5 * math.sqrt(2 / NUMEL)
@@ -155,26 +152,3 @@ def test_after_a_round_that_is_left_out_an_update_has_the_noise_that_it_would_ha
 def test_a_rank_that_is_not_there_is_refused(rank: int | tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match=r"names rank [25]; the run has ranks 0 to 1"):
         run(Case(strategy=st.DDP()).with_noise(st.Noise(1.0, rank=rank)))
-
-
-GLOO = [
-    jobs.Case(
-        strategy=strategy,
-        tokens=True,
-        lengths=(9,),
-        options=st.Options(bucket_bytes=4096, noise=st.Noise(1e-3, every=(2, 0.1), averages=1e-4)),
-    )
-    for strategy in (st.DDP(), st.ACCO(), st.LocalSGD(rate=0.5))
-]
-
-
-def test_real_and_virtual_ranks_are_hit_alike_to_the_bit() -> None:
-    real = run_ranks(2, jobs.train_all, GLOO)
-    for index, case in enumerate(GLOO):
-        virtual = VirtualCluster(2).run(functools.partial(_train, case)).values
-        for rank in range(2):
-            assert jobs.same(virtual[rank].final, real[rank][index].final)
-
-
-def _train(case: jobs.Case, rank: int, group: VirtualGroup) -> jobs.Observed:
-    return jobs.train(rank, case, group)

@@ -12,10 +12,9 @@ from stretto.strategies import Strategy
 from stretto_lab.virtual import VirtualCluster
 from tests.bits import unequal
 from tests.diloco.jobs import batch, matrix
-from tests.exactness.jobs import Case, Observed, same, train
+from tests.exactness.jobs import Case, same
 from tests.exactness.matrix import CLIP_NORM
-from tests.processes import run_ranks
-from tests.workers.jobs import STRATEGIES, of_ranks, run, with_nodes
+from tests.workers.jobs import STRATEGIES, of_ranks, run
 
 NORM_ROUNDING = 1e-12
 """Some 3,000 squares, added in float64 from other buckets: processors add what lies together in their own order."""
@@ -113,18 +112,3 @@ def test_two_nodes_of_two_are_two_ranks_with_the_micro_batches_of_a_node(
     for rank, found in enumerate(nodes.values):
         assert unequal(found, ranks.values[rank // 2]) == []
     assert not torch.equal(nodes.values[0][0], nodes.values[2][0])
-
-
-def trained(rank: int, cases: list[Case]) -> list[Observed]:
-    return [train(rank, case) for case in cases]
-
-
-def test_real_ranks_with_two_lanes_get_the_bits_of_virtual_ones() -> None:
-    cases = [with_nodes(on_wire(VARIED, strategy, wire), 2) for strategy in STRATEGIES[:2] for wire in WIRES]
-    expected = [run(case, 4, 2) for case in cases]
-    for rank, observed in enumerate(run_ranks(4, trained, cases)):
-        for found, values in zip(observed, expected, strict=True):
-            assert same(found.final, values[rank].final)
-            assert [
-                pair for pair in zip(found.shown, values[rank].shown, strict=True) if not same(*pair)
-            ] == []
