@@ -26,12 +26,11 @@ from stretto.strategies.contract import (
 from stretto.strategies.ledger import ledger_of
 from stretto_lab.testing import differing
 from stretto_lab.virtual import VirtualCluster
-from tests.diloco.jobs import BUCKET, HEIGHT, UPDATES, WIDTH, on_cluster
+from tests.diloco.jobs import BUCKET, UPDATES, on_cluster
 from tests.exactness.jobs import Case
 from tests.exactness.jobs import train as train_case
 
 UPDATE_NS = 1_000_000
-NUMEL = WIDTH * HEIGHT
 
 
 def update_ns(strategy: st.Strategy) -> list[int]:

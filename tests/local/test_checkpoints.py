@@ -19,8 +19,6 @@ from tests.bits import unequal
 from tests.checkpoint.jobs import SAVED_AT, Case, Job
 from tests.optimizer.owners import OPTIMIZERS, gradients_for, groups_of, model_of, reduced
 
-BETWEEN = Case(strategy=LocalSGD(rate=0.25))
-
 
 def test_equal_replicas_are_saved_once(tmp_path: Path) -> None:
     sizes, have_replicas = [], []

@@ -2,21 +2,7 @@
 
 import torch
 
-from stretto_lab.recipes.digits_resnet import DigitsResNet, load_digits
-from stretto_lab.recipes.task import Task
-
-
-def built(options: DigitsResNet, rank: int = 0, world_size: int = 1, seed: int = 0) -> Task:
-    return options.build(rank, world_size, seed, updates=60)
-
-
-def train(task: Task, updates: int) -> None:
-    batches = iter(task.loader)
-    for _ in range(updates):
-        task.loss(task.model, next(batches)).value.backward()
-        task.optimizer.step()
-        task.scheduler.step()
-        task.optimizer.zero_grad()
+from stretto_lab.recipes.digits_resnet import load_digits
 
 
 def test_the_two_sides_are_all_the_digits() -> None:

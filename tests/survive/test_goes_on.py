@@ -97,11 +97,6 @@ def struck_twice(seed: int) -> Lived:
     )
 
 
-def has_whole_state(lived: Lived) -> bool:
-    """Two at once may take a share and its copy with them: then the job ends, and says so."""
-    return len(lived.killed) < 2
-
-
 @pytest.mark.parametrize("part", part(range(4)))
 def test_a_job_goes_on_whoever_is_killed_in_whichever_collective(part: int) -> None:
     def goes_on(seed: int) -> None:
