@@ -140,9 +140,14 @@ _Content = tuple[str, Kind | None, Sequence[tuple[int, Tensor | bytes]]]
 
 
 class Written:
-    """A share's bytes, piece by piece: nothing is copied before somebody asks for it."""
+    """A share's bytes, piece by piece: what is in the host's memory is not copied before somebody asks for it."""
 
     def __init__(self, header: Sequence[Any], contents: Sequence[_Content]) -> None:
+        # A device's values come once: the digest is of what is written.
+        contents = [
+            (name, kind, [(start, one if isinstance(one, bytes) else one.cpu()) for start, one in pieces])
+            for name, kind, pieces in contents
+        ]
         index = [
             [
                 name,
@@ -332,7 +337,7 @@ def _contents(index: Any, place: int) -> Iterator[tuple[str, Kind | None, list[R
 
 
 def _bytes(value: Tensor | bytes) -> memoryview:
-    return memoryview(value) if isinstance(value, bytes) else bytes_of(value.cpu()).numpy().data
+    return memoryview(value) if isinstance(value, bytes) else bytes_of(value).numpy().data
 
 
 def _digest_of(pieces: Iterable[memoryview]) -> str:
