@@ -29,7 +29,7 @@ def test_it_prints_a_line_at_the_first_and_at_the_last_update(capsys: pytest.Cap
     assert evaluation == "held-out loss 5.5000 after 0 updates"
     assert begin == "update 1/10  loss 1.0000"
     # Over the four updates after the first, of two seconds of training each; five updates are left.
-    assert end == ("update 5/10  loss 3.5000  50 samples/s  waiting 12.5%  network busy 25%  0:10 left")
+    assert end == ("update 5/10  loss 3.5000  50 samples/s  waiting 12%  network 25%  0:10 left")
 
 
 def test_losses_of_tokens_have_their_perplexity(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,11 +107,11 @@ def test_a_stop_is_told_after_silence_too(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 ENDS: list[tuple[dict[str, float], str]] = [
-    ({"fresh": 4, "wait_seconds": 0.5}, "left  waiting for data 25.0%"),
+    ({"fresh": 4, "wait_seconds": 0.5}, "left  waiting for data 25%"),
     ({"echoed": 4}, "left  0% fresh batches"),  # no update had a first use
     (
         {"fresh": 1, "echoed": 3, "first_use_loss": 3.0, "wait_seconds": 0.5},
-        "left  25% fresh batches, loss on them 3.0000  waiting for data 25.0%",
+        "left  25% fresh batches, loss on them 3.0000  waiting for data 25%",
     ),
 ]
 

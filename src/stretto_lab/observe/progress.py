@@ -132,14 +132,14 @@ class Progress(Observer):
             f"update {self._step_text()}",
             f"loss {averages.loss:.4f}",
             speed_text(averages.samples_per_second, self._header.tokens_per_sample),
-            f"waiting {averages.exposed_share:.1%}",
-            f"network busy {averages.lane_share:.0%}",
+            f"waiting {averages.exposed_share:.0%}",
+            f"network {averages.lane_share:.0%}",
             self._left_text(),
         ]
         if averages.is_echoed:
             parts.append(averages.echo_text)
         if averages.waits:
-            parts.append(f"waiting for data {averages.wait_share:.1%}")
+            parts.append(f"waiting for data {averages.wait_share:.0%}")
         return "  ".join(parts)
 
     def _step_text(self) -> str:

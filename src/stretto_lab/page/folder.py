@@ -277,9 +277,9 @@ def _outcome(run: Run, columns: Mapping[str, Column], config: Mapping[str, Any])
             f"{formatted(seconds, '{:,.1f}')} s, {samples:,.0f} samples, "
             f"{np.nansum(columns['sent_bytes']) / 1e6:,.1f} MB sent by rank 0"
         )
-        steady = run.time.updates * run.time.seconds if run.time is not None else np.nan
-        if steady > 0:
-            rate = np.nansum(columns["samples"][-run.time.updates :]) / steady  # type: ignore[union-attr]
+        time = run.time
+        if time is not None and time.seconds > 0:
+            rate = np.nansum(columns["samples"][-time.updates :]) / (time.updates * time.seconds)
             tokens = rate * number(config.get("tokens_per_sample"))
             facts["speed"] = f"{rate:,.3g} samples per second"
             facts["speed"] += f", {tokens:,.0f} tokens per second" if np.isfinite(tokens) else ""

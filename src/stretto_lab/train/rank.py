@@ -242,16 +242,9 @@ def train_at(
             for observer, incident in itertools.product(observers, start.incidents):
                 observer.noticed(incident)
             loop = Loop(
-                run=run,
-                context=context,
-                task=task,
-                handle=handle,
-                budget=budget,
-                observers=observers,
-                stopwatch=stopwatch,
-                stops=stops,
-                start=start,
-            )
+                run=run, context=context, task=task, handle=handle, budget=budget, observers=observers,
+                stopwatch=stopwatch, stops=stops, start=start,
+            )  # fmt: skip
             outcome = loop.train(warmup_updates, baseline_bytes)
     struck = sum(application.changed for application in injector.applications)
     return dataclasses.replace(outcome, faults_struck=struck)
