@@ -304,7 +304,7 @@ def test_a_lost_share_of_a_sharded_state_is_told_on_all_ranks_and_changes_nothin
     def program(rank: int, group: Any) -> bool:
         job = Job(case, rank, group)
         before = job.holds()
-        with pytest.raises(st.errors.TornCheckpoint, match="expected shares of all ranks"):
+        with pytest.raises(st.errors.TornCheckpoint, match="expected the shares of all ranks"):
             checkpoint.load(job.parallel, [] if rank == lost else [shares[rank]])
         return differing(before, job.holds()) == [] and bool(job.train().updates)
 

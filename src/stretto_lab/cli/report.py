@@ -6,12 +6,13 @@ from pathlib import Path
 from stretto.errors import StrettoError, UnknownName
 from stretto.terminal import printable
 from stretto_lab.cli.options import named_as_options, parse_alone
-from stretto_lab.page import PAGE, ReportConfig, page_of, report
 from stretto_lab.patience import waiting
 
 
 def report_command(words: Sequence[str]) -> None:
     """Make a page about the folders of runs and comparisons."""
+    from stretto_lab.page import ReportConfig, page_of, report  # with NumPy, which an estimate does without
+
     count = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
     if not count:
         raise UnknownName("report needs the folder of a run first: stretto report FOLDER...")
@@ -28,6 +29,8 @@ def show_page(folder: str | None) -> None:
     """Write the page about a folder into it, and print its path; without the page a run is complete too."""
     if folder is None:
         return
+    from stretto_lab.page import PAGE, ReportConfig, report
+
     page = Path(folder, PAGE)
     try:
         with waiting("drawing the page"):
