@@ -95,7 +95,7 @@ class Holding:
         check_model(self.model, kinds_of(model))
 
     def leave_out(self, blank: State) -> list[str]:
-        """Leave out what does not fit a job with such a state, and say what that is."""
+        """Drop entries that do not fit a job with such a state, and return their names."""
         kinds = kinds_of(blank["model"])
         differing = differences(self.model, kinds)
         if not differing:
@@ -204,7 +204,7 @@ def kinds_of(model: State) -> Kinds:
 
 
 def differences(saved: Kinds, model: Kinds) -> list[str]:
-    """Return in words how the entries of a saved model differ from those of this one."""
+    """Describe the differences between the entries of a saved model and of this model."""
     found = [
         *(f"{name!r} is missing in the checkpoint" for name in model.keys() - saved.keys()),
         *(f"{name!r} is not in the model" for name in saved.keys() - model.keys()),

@@ -90,7 +90,7 @@ class Held:
     others: frozenset[str] = frozenset()
     """Entries that another rank writes."""
     unread: dict[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
-    """By name, what reads an entry that nobody has taken yet."""
+    """By name, the reader of an entry that was not taken yet."""
 
     def take(self, name: str) -> Any:
         """Return an entry, read.
@@ -199,7 +199,7 @@ def read_share(
         content: Of the share.
         where: What it is, for messages.
         digest: Its `Written.digest`, where that is known.
-        whole: Read all of it now; otherwise its head, and each entry as it is taken.
+        whole: Read all of it now; otherwise its head, and each entry when it is taken.
 
     Raises:
         TornCheckpoint: It is something else, or damaged; names the entry.

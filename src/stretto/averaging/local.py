@@ -502,7 +502,7 @@ class LocalReplica(Replica):
 
 
 class SideLaneRuntime(RuntimeOver):
-    """A runtime with a second lane, on which a fragment is sent while the user's thread goes on stepping.
+    """A runtime with a second lane, which sends a fragment while the user's thread continues to step.
 
     Args:
         runtime: Of the job's rounds.

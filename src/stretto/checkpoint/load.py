@@ -122,9 +122,9 @@ def load(
             state in memory (`hold`) that this rank has: its own as a rule, none on a rank that has come, several where
             ranks have left.
         loader: This rank's. At the same world size `load` restores its position with `load_state_dict`, or, if it has
-            none, by reading again what was given out.
+            none, by reading the pass's earlier batches again.
         partly: Take what fits a model that has grown or changed: parameters and buffers of the same name, shape and
-            dtype, with their optimizer state. All others stay as they are in this job, and notes name them.
+            dtype, with their optimizer state. All others keep this job's values, and notes name them.
 
     Raises:
         CheckpointError: There is no checkpoint, or there are shares of different states.
@@ -184,7 +184,7 @@ def load(
     notes = (
         *([differs] if differs else []),
         *([_OWN_DRAWS] if not goes_on and continuation.has_own_draws(state) else []),
-        *(f"{one}: left as it is in this job" for one in differing),
+        *(f"{one}: not loaded" for one in differing),
         *_notes(parallel, saved, state),
         *_notes_of_pass(place, saved.names, goes_on=goes_on),
     )

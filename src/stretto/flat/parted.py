@@ -45,7 +45,7 @@ class Runs:
         return Runs(self.shape, self.dtype, values, self.written)
 
     def fill(self, values: list[tuple[int, Tensor]]) -> bool:
-        """Take what is wanted out of runs in order; return whether all of it is there."""
+        """Take the wanted elements from runs in order; return whether all of them are there."""
         given = Runs(self.shape, self.dtype, values)
         found = [(start, run) for start, stop in self.wanted if (run := given.run(start, stop)) is not None]
         if len(found) == len(self.wanted):

@@ -27,7 +27,7 @@ class Ranks:
 
     Args:
         infos: Those that this process starts; a launcher may have started others.
-        hosts_store: Whether this process opens the store; otherwise another one does.
+        hosts_store: Whether this process opens the store; otherwise another process does.
     """
 
     def __init__(self, infos: Sequence[RankInfo], *, hosts_store: bool) -> None:
@@ -74,7 +74,7 @@ class Ranks:
         return len(self._infos) == self.world_size
 
     def without(self, ranks: Collection[int]) -> Self | None:
-        """Return all ranks but these, numbered anew, each on its device; None where a launcher has started them."""
+        """Return all ranks but these, with new numbers, each on its device; None where a launcher has started them."""
         if not self.are_local:
             return None
         remaining, kept = copy.copy(self), [info for info in self._infos if info.rank not in ranks]
