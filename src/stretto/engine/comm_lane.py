@@ -64,16 +64,12 @@ class CommLane:
             self.open()
         progress = self.progress
         self._timer.start()
-        if not round.is_reduced:
-            round.reduced(self.replica.reduce(round))
-        progress.begin_round(round.reduction, round.hyperparameters)
+        # From here until the compute lane has waited for this call, the round and its buffer are this lane's alone.
         self._perform(round)
         progress.end_round(self._timer.stop())
         if round.ends_update:
-            replica, round.reductions = (
-                self.replica,
-                progress.reductions,
-            )  # the next update has a list of its own
+            # `commit` begins the next update, with a list of its own.
+            replica, round.reductions = self.replica, progress.reductions
             round.update = progress.commit(
                 replica.exchange.sent_bytes,
                 gap=replica.sync.gap,
@@ -103,9 +99,9 @@ class CommLane:
             yield Boundary()
 
     def _perform(self, round: Round | None) -> None:
-        """Answer the waiting effect, then perform effects until one needs the compute lane."""
-        effect = self._script.send(None if round is None else round.reduction.gradient)
-        while not isinstance(effect, (*ACCUMULATIONS, Begin)):
+        """Perform the waiting effect and those that follow, until one waits for the next round."""
+        effect = self._waits_for
+        while True:
             if type(effect) not in self._performers:
                 raise ConfigError(
                     f"strategy {self.strategy.name} asks for {type(effect).__name__} in update "
@@ -117,5 +113,6 @@ class CommLane:
             except Exception as error:
                 misuse.check_step(error, effect, self.progress.hyperparameters, self.replica.where)
                 raise
-            effect = self._script.send(answer)
-        self._waits_for = effect
+            self._waits_for = effect = self._script.send(answer)
+            if isinstance(effect, (*ACCUMULATIONS, Begin)):
+                return

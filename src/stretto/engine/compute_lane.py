@@ -361,14 +361,16 @@ class ComputeLane:
         if ready is None:
             return
         self.rounds.enter(Stage.IN_FLIGHT)
-        if self.overlaps:
+        if self.overlaps:  # the user had the model since the round was closed; the lane is about to write it
             self.check_untouched()
             if self.buffer_sync.names:
                 self.buffer_sync.submitted(ready.buffers)
+        # The scheduler turns where an update ends, so all rounds of the next one read the same rates.
         if self.rounds.at_boundary:
             self._hyperparameters = read_hyperparameters(self.model.optimizer)
             self._trains = bytes(map(trains, self.model.registered))
         ready.submit(self.rounds.vote, self.rounds.asks, self._hyperparameters, self._trains)
+        # The lane owns the round's buffer now. It finishes what it began ahead of the gradients first.
         opening, self._opening = self._opening, None
         self._in_flight = self.runtime.spawn(functools.partial(self.comm.advance, ready, opening))
         if self._idle is not None:
@@ -415,15 +417,18 @@ class ComputeLane:
         round, self._arrived = self.wait_for_lane(), None
         if round is None:
             raise OutOfTurn(f"{self.where}: a round ends that has not begun; please report it")
+        # Guards see the values before the model does, and may mend them: the lane is at rest.
         for listener in self.model.listeners:
             listener.install_begins()
         self.model.show(round.buffer.views, round.shown)
         if self.buffer_sync.names:
             self.buffer_sync.install(round)
+        # The values are copied into the model: the buffer is free for gradients again.
         if self.overlaps:
             self._idle = round.buffer
         else:
             self.accumulation.attach()
+        # Safe to read: nothing runs on the lane until the next round is submitted.
         before, steps = self.rounds.steps, self.comm.progress.step
         met = round.reduction.report if round.reduction.met else None
         self.rounds.install(at_boundary=round.ends_update, steps=steps, met=met)

@@ -31,7 +31,7 @@ from stretto.exchange import FP32, Exchange, PlainWire, Publication
 from stretto.exchange.transfer import Prepare, Transfers
 from stretto.flat import Slices
 from stretto.optimizer import ReducedGradient, ShardedOptimizer
-from stretto.strategies.contract import Boundary, Gather, Preview, Step
+from stretto.strategies.contract import ACCUMULATIONS, Begin, Boundary, Effect, Gather, Preview, Step
 
 _log = logging.getLogger("stretto")
 
@@ -106,12 +106,27 @@ class Replica:
     @property
     def performers(self) -> Mapping[type, Performer]:
         """The performer of each kind of effect."""
-        return {Step: self.step, Preview: self.preview, Gather: self.gather, Boundary: self.end_update}
+        return {
+            **dict.fromkeys(ACCUMULATIONS, self.take_gradient),
+            Step: self.step,
+            Preview: self.preview,
+            Gather: self.gather,
+            Boundary: self.end_update,
+            Begin: lambda *_: None,
+        }
 
     @property
     def where(self) -> str:
         """Rank and step, for messages."""
         return f"rank {self.rank}, after step {self.progress.step}"
+
+    def take_gradient(self, effect: Effect, round: Round | None) -> ReducedGradient:
+        """Reduce the gradients of the round, unless a checkpoint has had them reduced already."""
+        round = round_of(effect, round)
+        if not round.is_reduced:
+            round.reduced(self.reduce(round))
+        self.progress.begin_round(round.reduction, round.hyperparameters)
+        return round.reduction.gradient
 
     def reduce(self, round: Round) -> Reduction:
         """Exchange the gradients of `round` and the reports on it; all ranks must call, unless ranks step alone."""
