@@ -75,8 +75,8 @@ CASES = {
     "fp32": Case(lengths=(31,)),
     "tokens and buffers": Case(lengths=(31,), tokens=True, batch_norm=True),
     "bf16 wire": Case(lengths=(40,), options=Options(wire="bf16")),
-    "uneven, all": Case(lengths=(13, 40), until="all", batch_norm=True, commit_residuals=False),
-    "uneven, any": Case(lengths=(13, 40), commit_residuals=False),
+    "uneven, all": Case(lengths=(13, 40), until="all", batch_norm=True, settle=False),
+    "uneven, any": Case(lengths=(13, 40), settle=False),
 }
 
 
