@@ -180,7 +180,7 @@ def test_whatever_lengths_names_and_sizes_are_named_a_load_ends_in_a_line_and_ta
         else:
             signed(path, partial(lied, draw))
         with little_memory():
-            found = outcome(lambda: job.load(path), kind=CheckpointError)  # noqa: B023
+            found = outcome(lambda: job.load(path), kind=CheckpointError)  # noqa: B023  # called at once
         assert len(found.splitlines()) <= 1, (seed, found)
         said += bool(found)
         assert differing(before, job.holds()) == [], seed
