@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -250,31 +251,29 @@ def test_fresh_batches_uses_and_waits_are_counted() -> None:
 # Ends
 
 
-def test_a_pass_that_is_left_ends_its_reader() -> None:
-    tap = Tap()
-    loader = EchoLoader(tap, Even(2))
-    tap.pour("a", "b")
-    for _ in loader:
-        tap.close()
-        break
-    gc.collect()
-    assert readers() == []
+def test_a_pass_is_left_at_once_and_what_it_has_read_ahead_is_dropped() -> None:
+    class Whole:
+        def __deepcopy__(self, copies: object) -> "Whole":
+            return self
 
+    ahead, is_asked, answers = [Whole(), Whole()], threading.Event(), threading.Event()
+    read = weakref.ref(ahead[0])
 
-def test_a_pass_over_a_store_that_never_answers_is_left_at_once() -> None:
-    answers = threading.Event()
-
-    def stuck() -> Iterator[int]:
-        yield 1
+    def stuck() -> Iterator[Whole]:
+        yield ahead.pop()
+        yield ahead.pop()
+        is_asked.set()
         answers.wait()
 
     loader = EchoLoader(stuck(), Even(1))
     for _ in loader:
+        is_asked.wait()
         break
-    loader.close()
+    gc.collect()
     (thread,) = readers()  # nobody has waited for it
     answers.set()
     thread.join()
+    assert read() is None
 
 
 def test_the_next_pass_waits_until_nobody_reads_the_loader() -> None:
@@ -334,14 +333,18 @@ def test_workers_end_with_the_loader_and_are_not_left_to_the_garbage_collector(a
         gc.enable()
 
 
-def test_closing_is_possible_at_any_time_and_again() -> None:
-    loader = EchoLoader(Numbers(4), Even(2))
+def test_closing_is_possible_at_any_time_and_again_and_ends_a_wait() -> None:
+    tap = Tap()
+    loader = EchoLoader(tap, Even(1))
     loader.close()
+    tap.pour("a")
     batches = iter(loader)
     next(batches)
+    threading.Timer(0.2, loader.close).start()
+    with pytest.raises(errors.OutOfTurn, match="closed"):
+        next(batches)
     loader.close()
-    loader.close()
-    assert readers() == []
+    tap.close()
 
 
 ABANDONED = """

@@ -1,5 +1,6 @@
 """Works that complete late, over a work that a test completes by hand."""
 
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
 
 from stretto.groups.collective_group import CompletedWork
+from stretto.groups.followed import FollowedWork
 from stretto.groups.throttled import LateWork
 
 MOMENT = timedelta(milliseconds=10)
@@ -65,10 +67,8 @@ def test_work_without_a_future_completes_late_too() -> None:
         work.advance()
         assert not work.is_completed()
         collective.set_result(result)
-        if isinstance(result, Exception):
-            with pytest.raises(RuntimeError, match="connection reset"):
-                work.wait()
-        else:
+        raises = pytest.raises(RuntimeError, match="connection reset")
+        with raises if isinstance(result, Exception) else nullcontext():
             assert work.wait()
 
 
@@ -91,6 +91,16 @@ def test_an_error_before_all_ranks_entered_ends_the_work() -> None:
     work.after(entered.then(outcome), work.advance)
     with pytest.raises(RuntimeError, match="rank 1 is gone"):
         work.wait()
+
+
+def test_what_follows_a_collective_is_done_once_however_often_it_is_asked() -> None:
+    collective: Future[Any] = Future()
+    done: list[str] = []
+    work = FollowedWork(_create_work_from_future(collective), lambda: done.append("followed"))
+    collective.set_result([torch.ones(2)])
+    for ask in (work.wait, work.wait, work.result, work.get_future().wait):
+        ask()
+    assert done == ["followed"]
 
 
 def test_completed_work_is_complete() -> None:

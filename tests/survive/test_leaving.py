@@ -121,6 +121,17 @@ def ends_amid(rank: int, comes: bool) -> tuple[str, float, float]:
     return str(caught.value), heard - began, answered
 
 
+def test_who_leaves_a_group_has_left_all_that_were_made_of_it() -> None:
+    store = host_store("127.0.0.1", 0)
+    first = LeavableGroup(dist.PrefixStore("first", store), [0], 0)
+    of_torch = first.of_torch(dist.PrefixStore("torch", store), 0, 1, LONG)
+    others = [first, of_torch, first.private(), first.private().part([0])]
+    first.leave()
+    for group in others:
+        with pytest.raises(CommunicationError, match="this process has left the group"):
+            begun(group, "all_gather_single", torch.zeros(1), torch.ones(1))
+
+
 @pytest.mark.parametrize("comes", part([False, True]))
 def test_a_member_that_ends_while_a_group_is_made_is_not_waited_for_once_somebody_says_so(
     comes: bool,
