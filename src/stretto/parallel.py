@@ -48,7 +48,7 @@ class DataParallel:
         micro_batch  does the same with the forward pass
         settled      shows the committed parameters in a block: evaluate and copy the model there
         stop         asks all ranks to end after the update in progress
-        finish       commits what is in flight, and ends the job
+        finish       commits the rounds in flight, and ends the job
 
     Use it as a context manager, so that an exception that leaves the block ends the job on all ranks with its
     cause named. Parameters change only inside `backward`, `micro_batch`, `count_micro_batch`, `commit`, `feed` and

@@ -140,7 +140,7 @@ _Content = tuple[str, Kind | None, Sequence[tuple[int, Tensor | bytes]]]
 
 
 class Written:
-    """A share's bytes, piece by piece: what is in the host's memory is not copied before somebody asks for it."""
+    """A share's bytes, piece by piece: values in the host's memory is not copied before somebody asks for it."""
 
     def __init__(self, header: Sequence[Any], contents: Sequence[_Content]) -> None:
         # A device's values come once: the digest is of what is written.

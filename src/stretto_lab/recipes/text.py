@@ -23,7 +23,7 @@ class Bytes:
     """One token per byte."""
 
     vocabulary = 256
-    """Number of different tokens, `end` included; a text and its tokens can be turned into each other."""
+    """Number of different tokens, `end` included; texts convert to tokens and back."""
     end = END
     """The token after every document."""
 
