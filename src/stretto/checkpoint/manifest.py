@@ -129,7 +129,7 @@ class Manifest:
         return found
 
 
-_OLDER = "stretto 0.2 reads it; the page 'gone' of the documentation shows how to take parameters, optimizer and step from it"
+_OLDER = "stretto 0.2 reads it; the page 'gone' of the docs shows how to take parameters, optimizer and step from it"
 
 
 def share_of(folder: Path, rank: int) -> Path:
