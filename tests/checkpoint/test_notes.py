@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 import stretto
 from stretto import checkpoint
-from stretto.errors import ForeignCheckpoint
+from stretto.errors import CheckpointError, ForeignCheckpoint, OutOfTurn
 from stretto.strategies import STRATEGIES
 from stretto_lab.virtual import VirtualCluster
 from tests.draws import draws
@@ -235,3 +235,22 @@ def test_a_loop_that_counts_its_epochs_by_the_step_can_ask_whether_a_pass_is_ove
     assert "computes its epoch from the step" in note
     assert note in caplog.text
     assert list(parallel.feed(loader)) == []
+
+
+def test_a_loader_without_a_state_is_the_one_that_was_fed_and_has_the_data_that_were_saved(
+    tmp_path: Path,
+) -> None:
+    model, parallel = job(None, "zero1")
+    rows = [torch.ones(2, 3)] * 8
+    for batch in parallel.feed(rows):
+        if parallel.backward(model(batch).square().mean()) is not None and parallel.steps == 2:
+            checkpoint.save(parallel, tmp_path, loader=rows)
+            with pytest.raises(CheckpointError, match="give feed\\(\\) this very loader"):
+                checkpoint.save(parallel, tmp_path, loader=rows[:])
+    for other, told in ((rows[:3], "ended before batch 4"), (Loader(0), "expected a loader like the one")):
+        with pytest.raises(CheckpointError, match=told):
+            checkpoint.load(job(None, "zero1")[1], tmp_path, loader=other)
+    model, parallel = job(None, "zero1")
+    checkpoint.load(parallel, tmp_path, loader=rows)
+    with pytest.raises(OutOfTurn, match="expected the loader that load\\(\\) was given"):
+        next(iter(parallel.feed(rows[:])))

@@ -384,10 +384,9 @@ class Feed:
         if votes:
             self._compute.rounds.resume_pass(votes)
         at, is_exhausted = int(restored["position"]), bool(restored["is_exhausted"])
-        ended = bool(votes)
-        return Pass(
-            loader, batches, length, until, at, is_exhausted=is_exhausted, has_ended=ended, draws=draws
-        )
+        rest = Pass(loader, batches, length, until, at, is_exhausted=is_exhausted, draws=draws)
+        rest.has_ended = bool(votes)
+        return rest
 
     def _look_ahead(self, current: Pass, batch: Any) -> Any:
         """Ask the loader once more while `batch`, the last by its length, is in hand; return that batch.
@@ -482,8 +481,8 @@ class Feed:
             return self._again[1]
         if self._compute.num_counted and (current is None or current.loader is not loader):
             raise CheckpointError(
-                f"{self._compute.where}: loader: a {type(loader).__name__} has no state_dict(), and the batches do not "
-                "come from it by feed(): give feed() this very loader, or take a StatefulDataLoader of torchdata"
+                f"loader: a {type(loader).__name__} has no state_dict(), and feed() gives out those of another object: "
+                "give feed() this very loader, or take a StatefulDataLoader of torchdata"
             )
         return {
             "now": again.draws_of(loader, self._device),
