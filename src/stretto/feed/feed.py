@@ -357,10 +357,11 @@ class Feed:
         if restored is not None and restored["is_left"]:
             passes.leave(loader)
             restored = None
-        updates, length = JobUpdates(self._job), passes.length_of(loader)
+        updates = JobUpdates(self._job)
         draws = None if again.has_state(loader) else again.draws_of(loader, self._device)
         if restored is None:
             batches = self.input.begin(loader, updates)
+            length = passes.length_of(loader)  # that of an echo, which it knows once it has begun
             last = self._pass
             if last is None or last.batches is not batches:
                 return Pass(loader, batches, length, until, draws=draws)
@@ -378,6 +379,7 @@ class Feed:
         if restarts is not None:
             loader.restart_on_stop_iteration = False
         batches = self.input.begin(loader if loaded is None else loaded[2], updates)
+        length = passes.length_of(loader)
         if restarts is not None:
             loader.restart_on_stop_iteration = restarts
         batches, votes = passes.rest_of(restored, loader, batches)
