@@ -1,9 +1,9 @@
 """Batches for the user's loop, and the end of the data."""
 
+from stretto.echo.statistics import num_samples
 from stretto.engine import Job
 from stretto.feed.feed import Batch, Feed
 from stretto.feed.node_feed import NodeFeed
-from stretto.feed.passes import num_samples
 
 __all__ = ["Batch", "Feed", "feed_of", "num_samples"]
 

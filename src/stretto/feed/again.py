@@ -18,8 +18,8 @@ from torch.utils.data import IterableDataset
 
 from stretto.checksums import digest
 from stretto.echo.state import set_epoch
+from stretto.echo.statistics import leaves_of
 from stretto.errors import CheckpointError
-from stretto.feed.passes import leaves_of
 from stretto.random_states import (
     kept_random_states,
     read_random_states,

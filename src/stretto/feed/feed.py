@@ -29,7 +29,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias, TypeVar
 
 from stretto.echo.loader import EchoLoader, check_unfed
-from stretto.echo.statistics import InputStatistics
+from stretto.echo.statistics import InputStatistics, num_samples
 from stretto.engine import Job
 from stretto.engine.compute_lane import Until
 from stretto.engine.report import Vote
@@ -245,7 +245,7 @@ class Feed:
                 batch = self._look_ahead(current, batch)
             if not num_out:
                 current.samples.clear()
-            current.samples.append(passes.num_samples(batch))
+            current.samples.append(num_samples(batch))
             current.last = batch
             yield batch
             if self._pass is not current:

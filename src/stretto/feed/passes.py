@@ -9,7 +9,6 @@ Note [A pass in a checkpoint]
 """
 
 import copy
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -186,36 +185,3 @@ def _parts_copied(whole: Any, apart: dict[int, Any]) -> Any:
         return made
     except Exception:  # it is made of something else
         return whole
-
-
-def num_samples(batch: object) -> int:
-    """Return the length of the first tensor or array found in a batch, or 1: a record, for which no job may end."""
-    try:
-        return next((length for leaf in leaves_of(batch) if (length := _length(leaf)) is not None), 1)
-    except Exception:  # a batch may be any object, with any attributes
-        return 1
-
-
-def leaves_of(batch: object) -> Iterator[object]:
-    """Yield what the containers of a batch hold: tensors, arrays and anything else."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(
-        batch, Mapping | list | tuple
-    ):  # before it is asked for attributes, which may be its keys
-        for part in list(batch.values()) if isinstance(batch, Mapping) else batch:
-            yield from leaves_of(part)
-    elif dataclasses.is_dataclass(batch) and not isinstance(getattr(batch, "shape", None), tuple):
-        for field in dataclasses.fields(batch):
-            yield from leaves_of(getattr(batch, field.name))
-    else:
-        yield batch
-
-
-def _length(leaf: Any) -> int | None:
-    if isinstance(leaf, Tensor):
-        return int(leaf.size(0)) if leaf.dim() else 1  # a nested one has no shape
-    shape = getattr(leaf, "shape", None)
-    if not isinstance(shape, tuple) or (shape and not isinstance(shape[0], int)):
-        return None
-    return shape[0] if shape else 1
