@@ -99,7 +99,7 @@ class CommLane:
             yield Boundary()
 
     def _perform(self, round: Round | None) -> None:
-        """Perform the waiting effect and those that follow, until one waits for the next round."""
+        """Perform the waiting effect and the following effects, until one waits for the next round."""
         effect = self._waits_for
         while True:
             if type(effect) not in self._performers:
