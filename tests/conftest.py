@@ -115,7 +115,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Name the tests of the first tier that take long, and let the run fail for them where `CI` is set."""
+    """Name the tests of the first tier that take long, and let the run fail for them where `STRETTO_LIMIT` is set."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if EVERYTHING or reporter is None or hasattr(session.config, "workerinput"):
         return
@@ -124,7 +124,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         if taken > MOST_SECONDS:
             says = f"took {taken} s of the processor, of {MOST_SECONDS}: mark it `long`, or draw less"
             reporter.write_line(f"{report.nodeid} {says}", red=True)
-            if "CI" in os.environ:
+            if "STRETTO_LIMIT" in os.environ:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

@@ -31,6 +31,7 @@ def test_the_plain_loop_and_ours_end_with_the_same_parameters() -> None:
     assert losses(lines)[-1] < 0.2 < 1 < losses(lines)[0]
 
 
+@pytest.mark.long
 def test_torchrun_needs_nothing_but_the_script() -> None:
     alone, launched = printed("torchrun.py"), printed("torchrun.py", launcher=TORCHRUN)
     assert [line.partition(",")[0] for line in alone] == ["320 updates on 1 ranks"]
