@@ -326,7 +326,11 @@ def _contents(index: Any, place: int) -> Iterator[tuple[str, Kind | None, list[R
     """
     for name, kind_fields, pieces, digest in index:
         kind = None if kind_fields is None else Kind.from_json(kind_fields)
-        ranges = [(start, start + numel) for start, numel in map(counts, pieces)]
+        ranges: list[Range] = []
+        for start, numel in map(counts, pieces):
+            # Runs that follow each other are one, so that nobody has to put them together.
+            first = ranges.pop()[0] if ranges and ranges[-1][1] == start else start
+            ranges.append((first, start + numel))
         if kind is not None and any(stop > math.prod(kind.shape) for _, stop in ranges):
             raise ValueError(f"{text(name)!r} has elements beyond its shape")
         begin = place + -place % _ALIGNED_BYTES
