@@ -330,6 +330,18 @@ def test_a_state_of_another_model_or_optimizer_changes_nothing(other: str, tmp_p
     assert job.train().updates
 
 
+def test_what_is_held_stays_as_it_is_while_the_job_continues() -> None:
+    job = Job(Case(strategy=st.DDP(), updates=4, ranks=1))
+    found: list[tuple[Held, str]] = []
+
+    def heard(update: st.Update) -> None:
+        held = checkpoint.hold(job.parallel)
+        found.append((held, held.written().digest))
+
+    job.feed(4, heard)
+    assert [held.written().digest for held, _ in found] == [before for _, before in found]
+
+
 def test_shares_of_different_updates_are_told_apart(tmp_path: Path) -> None:
     case = Case(strategy=st.DDP(), updates=4)
     shares = [held_by(case, step, tmp_path / str(step))[rank] for rank, step in enumerate((2, 3))]
