@@ -9,6 +9,7 @@ import json
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -38,9 +39,8 @@ def check_whole(missing: Sequence[str]) -> None:
     """
     if missing:
         raise TornCheckpoint(
-            f"the shares of all ranks do not cover {len(missing)} entries of this job, among them "
-            f"{missing[:3]}: expected the shares of all ranks, of a job over the same model; resume from a "
-            "checkpoint"
+            f"the shares of all ranks do not cover {len(missing)} entries of this job, among them {missing[:3]}: "
+            "expected the shares of all ranks, of a job over the same model; resume from a checkpoint"
         )
 
 
@@ -150,7 +150,7 @@ class Holding:
                 alike.append((share, entry))
         # One share has all of it, or several do, of which each has another part.
         for parts in (*([one] for one in alike), alike):
-            values = parts[0][1].values if len(parts) == 1 else in_order(one.own for _, one in parts)
+            values = parts[0][1].values if len(parts) == 1 else in_order(one.own.values for _, one in parts)
             if parts and runs.fill(values):
                 for share, entry in parts:
                     if any(_overlaps(first, run, runs.wanted) for first, run in entry.values):
@@ -184,9 +184,13 @@ class Holding:
         return [json.loads(zlib.decompress(record)) for record in records]
 
 
-def in_order(parts: Iterable[Runs]) -> list[tuple[int, Tensor]]:
-    """Return all runs of parts of a tensor."""
-    return sorted((run for one in parts for run in one.values), key=lambda run: run[0])
+def in_order(parts: Iterable[Sequence[tuple[int, Tensor]]]) -> list[tuple[int, Tensor]]:
+    """Return all runs of parts of a tensor, without runs that lie inside others: `Runs.run` looks at neighbours."""
+    found: list[tuple[int, Tensor]] = []
+    for first, run in sorted(chain.from_iterable(parts), key=lambda one: (one[0], -one[1].numel())):
+        if not found or first + run.numel() > found[-1][0] + found[-1][1].numel():
+            found.append((first, run))
+    return found
 
 
 def models(entries: Mapping[str, T]) -> dict[str, T]:
@@ -277,7 +281,7 @@ class _Arriving:
     def put(self) -> bool:
         """Put it into its place, and return whether all of it has come."""
         if self._runs is not None:
-            return self._fits and self._runs.fill(sorted(self._found, key=lambda run: run[0]))
+            return self._fits and self._runs.fill(in_order([self._found]))
         if self._fits and self._found:
             self._into[self._key] = self._found[0]
         return self._fits and bool(self._found)

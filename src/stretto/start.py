@@ -153,10 +153,9 @@ def sharding_for(
         return sharding, sharding.everyone
     if sharding.everyone != list(range(group.size())) or dist.get_rank() != group.rank():
         raise ConfigError(
-            f"mesh and group: expected the same ranks in the same order, found ranks {sharding.everyone} on "
-            f"the mesh, and a group of {group.size()}, whose rank {group.rank()} is rank {dist.get_rank()} of "
-            "torch's default group: make the mesh of the group's ranks (under survives, term.meshes()), or "
-            "omit group"
+            f"mesh and group: expected the same ranks in the same order, found ranks {sharding.everyone} on the mesh, "
+            f"and a group of {group.size()}, whose rank {group.rank()} is rank {dist.get_rank()} of torch's default "
+            "group: make the mesh of the group's ranks (under survives, term.meshes()), or omit group"
         )
     return sharding, None
 
@@ -178,9 +177,8 @@ def _check_fits_shards(parts: Parts) -> None:
     }
     if refused := [what for what, is_asked in unfit.items() if is_asked]:
         raise ConfigError(
-            "a model that is sharded inside nodes (mesh=...) does not work yet with "
-            f"{'; nor with '.join(refused)}: remove that, or train whole models with ZeRO1() or ACCO(), which "
-            "shard the optimizer"
+            f"a model that is sharded inside nodes (mesh=...) does not work yet with {'; nor with '.join(refused)}: "
+            "remove that, or train whole models with ZeRO1() or ACCO(), which shard the optimizer"
         )
 
 
@@ -332,10 +330,9 @@ def _check_rows(parts: Parts, layout: Layout, num_shards: int) -> None:
         rows, *_ = slot.whole_shape
         if (num_shards - 1) * most_rows(rows, num_shards) >= rows:
             raise UnsupportedOptimizer(
-                f"{name_of(parts.optimizer)} steps {slot.name!r} as a whole, and of its {rows} rows some of "
-                f"the node's {num_shards} shards have none: expected a row for each shard; give the parameter "
-                "to an optimizer that steps each element alone, such as AdamW, or set element_wise = True in "
-                "its class"
+                f"{name_of(parts.optimizer)} steps {slot.name!r} as a whole, and of its {rows} rows some of the node's "
+                f"{num_shards} shards have none: expected a row for each shard; give the parameter to an optimizer "
+                "that steps each element alone, such as AdamW, or set element_wise = True in its class"
             )
 
 

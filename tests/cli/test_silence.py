@@ -2,16 +2,13 @@
 
 import itertools
 import os
-import queue
 import random
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from io import StringIO
-from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +16,7 @@ from stretto_lab import patience
 from stretto_lab.cli import main
 from stretto_lab.cli.help import COMMANDS
 from stretto_lab.observe import Stages
-from stretto_lab.patience import COLUMNS, SECONDS, Patience, clock, fold
+from stretto_lab.patience import clock, fold
 from tests.draws import seeds
 from tests.processes import launched
 
@@ -102,32 +99,6 @@ def folds(line: str, indent: int, terminal: StringIO) -> list[str]:
     return fold(line, indent=indent, stream=terminal).split("\n")[1:]
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_what_patience_says_is_one_line_unless_a_terminal_is_narrower(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert SECONDS <= LAW / 2
-    monkeypatch.setattr("stretto_lab.patience.SECONDS", 0.001)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
-    texts = [f"{number} {line}" for number, line in enumerate(drawn_lines(random.Random(0), 50))]
-    lines = iter(texts)
-    given: queue.Queue[str] = queue.Queue()
-
-    def line() -> str:
-        given.put(text := next(lines, ""))
-        return text
-
-    with closing(Patience(line)):
-        for _ in range(51):
-            given.get(timeout=60)
-    shown = capsys.readouterr().out
-    assert shown.split() == " ".join(texts).split()
-    if is_terminal:
-        assert max(map(len, shown.splitlines())) <= COLUMNS == 80
-    else:
-        assert shown.splitlines() == texts
-
-
 @pytest.mark.long
 def test_on_a_terminal_what_is_waited_for_is_told_beside_the_output() -> None:
     hurried = "from stretto_lab import patience; patience.SECONDS = 0.05"
@@ -154,28 +125,6 @@ def test_of_the_ranks_of_a_launcher_only_the_first_says_what_it_waits_for() -> N
         assert [rank.returncode for rank in ranks] == [0, 0], (first, second)
     assert "starting the workers: 0:0" in first[0]
     assert second[0] == ""
-
-
-def test_stages_say_what_how_far_and_how_long_still(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = [100.0]
-    monkeypatch.setattr("stretto_lab.observe.stages.time", SimpleNamespace(monotonic=lambda: now[0]))
-    stages = Stages()
-    lines = []
-    for _ in stages.through("pricing", range(4)):
-        now[0] += 20
-        lines.append(stages.line)
-    assert lines == [
-        "pricing: 0 of 4, 0:20 so far",
-        "pricing: 1 of 4, 0:40 so far, about 2:00 left",
-        "pricing: 2 of 4, 1:00 so far, about 1:00 left",
-        "pricing: 3 of 4, 1:20 so far, about 0:27 left",
-    ]
-    stages.begin("looking")
-    now[0] += 7
-    assert stages.line == "looking: 0:07 so far"
-    assert capsys.readouterr().out == "pricing\nlooking\n"
 
 
 def test_hidden_stages_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,13 +11,10 @@ from typing import Any
 
 import claims
 import pytest
-import torch
 from book import Book, difference, interval
 from claims import Effect, Record, Site, Verdict, judge, record_of, worst
-from instructions import Instructions
 
 from stretto.errors import ConfigError
-from stretto_lab.recipes.text import IGNORED, BytePairs
 from tests.draws import seeds
 
 PAPERS, RECORDS = claims.load()
@@ -95,11 +92,6 @@ def test_every_run_of_every_record_is_a_command_that_can_be_typed() -> None:
     settings = [record.real for record in RECORDS.values() if not record.effects and record.real]
     for one in (*words, *(real.format(data="folder", here=claims.HERE) for real in settings)):
         claims.configure(one, seed=3)
-
-
-def test_without_runs_nothing_is_said() -> None:
-    for record in RECORDS.values():
-        assert Site(Book(Path())).found(record).why or not list(record.every_cell())
 
 
 @pytest.mark.parametrize(
@@ -240,15 +232,6 @@ def test_a_rate_is_chosen_on_seeds_that_serve_for_nothing_else() -> None:
     assert (one.verdict, one.cpu_seconds) == (Verdict.HOLDS, 8 + 4)
 
 
-def test_with_data_the_papers_model_is_trained_at_its_own_rate() -> None:
-    record = made_up(effect(least=0), rates=[0.1], real="images --task.data {data}")
-    site = Site(Book(Path()), 1, data="my pictures", also="--updates 4")
-    words = "images --task.data 'my pictures' --device auto --strategy {} --updates 4"
-    assert site.missing([record]) == [(words.format(arm), 0) for arm in ("first", "other")]
-    with pytest.raises(ConfigError, match="takes no data"):
-        site.missing([made_up(effect(least=0))])
-
-
 LINE = {
     "curve": [
         {"step": 0, "fresh": 0, "heldout_loss": 2.0},
@@ -309,27 +292,3 @@ def test_the_same_command_takes_the_papers_data(monkeypatch: pytest.MonkeyPatch)
     made = Book(Path("out")).runs
     assert len(made) == 4
     assert [one for one in made if not (one["error"] is None and one["updates"] == 3)] == []
-
-
-def test_of_prompts_and_padding_no_loss_is_taken_and_of_long_ones_the_ends_beside_the_output_are_kept() -> (
-    None
-):
-    tokens = BytePairs((), 257)
-
-    def read(length: int, *rows: dict[str, str]) -> tuple[list[str], list[str]]:
-        window = Instructions(rows, tokens, length).batch(torch.arange(len(rows)))
-        assert window.predicted == int((window.targets != IGNORED).sum())
-        shown = [
-            [one for one in row.tolist() if one not in (IGNORED, tokens.end)]
-            for side in (window.inputs, window.targets)
-            for row in side
-        ]
-        texts = [tokens.decode(one) for one in shown]
-        return texts[: len(rows)], texts[len(rows) :]
-
-    row = {"instruction": "Add.", "input": "1 2", "output": "3"}
-    inputs, targets = read(200, row, {"instruction": "Hi", "output": "hello"})
-    assert inputs[0] == "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3"
-    assert targets == ["3", "hello"]
-    assert read(9, row) == (["sponse:\n3"], ["3"])
-    assert read(9, {**row, "output": "abcdefgh"}) == (["nse:\nabcd"], ["abcde"])

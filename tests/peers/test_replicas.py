@@ -104,34 +104,10 @@ def test_torchft_and_our_diloco_take_the_same_outer_steps_with_momentum() -> Non
         torch.testing.assert_close(own, parameters, rtol=0, atol=1e-6)
 
 
-def refusal(rank: int, name: str, dtype: torch.dtype, options: dict[str, Any]) -> str:
-    model = training.new_model().to(dtype)
-    with pytest.raises(ConfigError) as caught:
-        make_peer(peer_of(name), model, training.new_optimizer(model), 1, **options)
-    return str(caught.value)
-
-
-REFUSED: list[tuple[int, str, tuple[Any, ...], str]] = [
-    (2, "none", (HIVEMIND, torch.bfloat16, {}), "hivemind cannot send torch.bfloat16 with compression=float16"),
-    (1, "none", (HIVEMIND, torch.float32, {}), "a group of 2 ranks or more; this job has 1"),
-    (2, "10mbit", (HIVEMIND, torch.float32, {}), "sockets of its own"),
-    (2, "10mbit", (TORCHFT, torch.float32, {"interval": 100, "fragments": 100}), "larger than a fragment"),
-]  # fmt: skip
-
-
-def test_what_a_library_cannot_do_is_refused_with_the_cause_before_it_starts() -> None:
-    for ranks, link, refused, words in REFUSED:
-        for told in run_counted(refusal, *refused, link=link, world_size=ranks):
-            assert words in told
-
-
 @pytest.mark.parametrize(
     ("arm", "error", "words"),
     [
         ("torch-local-sgd:interval=0", ConfigError, "interval must be at least 1"),
-        (f"{HIVEMIND}:interval=4:delay=4", ConfigError, "delay=4: expected below the interval"),
-        (f"{TORCHFT}:interval=3:fragments=2", ConfigError, "expected fragments that divide the interval"),
-        (f"{TORCHFT}:interval=4:fragments=2:delay=2", ConfigError, "a delay below interval / fragments"),
         (f"{TORCHFT}:wire=int8", UnknownName, "TorchftDiLoCo has no setting 'wire'"),
         ("torch-ddp:wire=int8", UnknownName, "torch-ddp has no setting 'wire'"),
         ("torch-ddp-powersgd:whole_updates=1", ConfigError, "at least 2"),

@@ -206,7 +206,7 @@ def test_the_choice_costs_no_more_than_is_allowed_nothing_allowed_is_faster_and_
         assert choice.seconds_per_micro_batch <= 1.02 * may[0].seconds_per_micro_batch, (seed, ranking)
         for one in {*prices} - {choice}:
             slow = "waits" if one.exposed_seconds else "computes more"
-            expected = "no faster" if one.seconds_per_micro_batch <= limit else slow
+            expected = "too close" if one.seconds_per_micro_batch <= limit else slow
             if one not in may:
                 nats = known[one].nats
                 expected = known[one].source if nats is None else f"{nats:+.2f} nats"

@@ -146,12 +146,17 @@ TOLD = "PeerFailed: rank {}: rank "
             failing,
             2,
             (
-                TOLD + "1 has given up the group.0.0 of ranks 0, 1",
+                TOLD + "1 has ended the group.0.0 of ranks 0, 1 after an error",
                 "ValueError: a bad batch",
-                TOLD + "1 has given up",
+                TOLD + "1 has ended the group",
             ),
         ),
-        (st.DiLoCo(interval=4, delay=2), failing, None, (TOLD + "1 has given up", "ValueError: a bad batch")),
+        (
+            st.DiLoCo(interval=4, delay=2),
+            failing,
+            None,
+            (TOLD + "1 has ended the group", "ValueError: a bad batch"),
+        ),
         (st.LocalSGD(rate=0.1, worker="node"), with_another_rate, 2, (TOLD, TOLD, DISAGREES, DISAGREES)),
     ],
 )

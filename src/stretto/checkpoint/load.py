@@ -20,7 +20,7 @@ from stretto.checkpoint.background import wait
 from stretto.checkpoint.manifest import Manifest
 from stretto.checkpoint.ranks import Ranks, check_job
 from stretto.checksums import bytes_of
-from stretto.continuation import Loader, check_loader, unpack_entries
+from stretto.continuation import Continuation, Loader, check_loader, unpack_entries
 from stretto.dealing import Holding, check_whole, in_order, models
 from stretto.disk import folder_of, replace_file
 from stretto.engine.state import State
@@ -149,30 +149,7 @@ def load(
         path, source = _shares_in(Path(source), ranks)
     # All ranks see all files, and each reads what it needs.
     saved = Holding(source, partial(_gather, parallel) if path is None else lambda record: [record])
-    differing: list[str] = []
-    with _grown(parallel.job.model.model, saved.model):
-        with parallel.job.compute.lifetime.running():
-            continuation = parallel.continuation()
-            if partly:
-                differing = saved.leave_out(continuation.blank((), 0, same_strategy=False, same_layout=False))
-            state = continuation.blank(
-                saved.names,
-                0 if differing else saved.world_size,
-                same_strategy=saved.strategy == parallel.strategy.name,
-                same_layout=saved.layout == parallel.job.layout_digest,
-            )
-            present = continuation.write()["model"] if differing else {}
-            kept = {name: one for name, one in present.items() if name not in saved.model}
-            state["model"] = {name: one for name, one in state["model"].items() if name not in kept}
-        ranks.agree("checking a checkpoint", lambda: saved.check(name_of(parallel.optimizer), state["model"]))
-        if path is None:
-            missing = saved.read(state, moves=saved.world_size != parallel.world_size)
-        else:
-            missing = ranks.agree("reading a checkpoint", lambda: saved.read(state, moves=False))
-        ranks.agree("reading a checkpoint", lambda: check_whole(missing))
-        state["model"] |= kept
-        ranks.agree("unpacking a checkpoint", lambda: unpack_entries(state))
-        ranks.agree("comparing optimizers and schedulers", lambda: continuation.check(state))
+    continuation, state, differing = _read(parallel, saved, ranks, moves=path is None, partly=partly)
     positions = tuple(state.get("loader", {}).values())
     goes_on = loader is not None and bool(positions) and saved.world_size == parallel.world_size
     place, differs = continuation.pass_of(state) or {}, ""
@@ -198,6 +175,45 @@ def load(
         is_pass_over=goes_on and _is_over(place),
         notes=notes,
     )
+
+
+def _read(
+    parallel: DataParallel, saved: Holding, ranks: Ranks, *, moves: bool, partly: bool
+) -> tuple[Continuation, dict[str, Any], list[str]]:
+    """Return what loads the state, the state, and the entries that keep the job's values; all ranks must call.
+
+    Args:
+        parallel: The job.
+        saved: The state.
+        ranks: Agree on every refusal.
+        moves: Whether ranks send each other their shares.
+        partly: As in `load`.
+    """
+    differing: list[str] = []
+    with _grown(parallel.job.model.model, saved.model):
+        with parallel.job.compute.lifetime.running():
+            continuation = parallel.continuation()
+            if partly:
+                differing = saved.leave_out(continuation.blank((), 0, same_strategy=False, same_layout=False))
+            state = continuation.blank(
+                saved.names,
+                0 if differing else saved.world_size,
+                same_strategy=saved.strategy == parallel.strategy.name,
+                same_layout=saved.layout == parallel.job.layout_digest,
+            )
+            present = continuation.write()["model"] if differing else {}
+            kept = {name: one for name, one in present.items() if name not in saved.model}
+            state["model"] = {name: one for name, one in state["model"].items() if name not in kept}
+        ranks.agree("checking a checkpoint", lambda: saved.check(name_of(parallel.optimizer), state["model"]))
+        if moves:
+            missing = saved.read(state, moves=saved.world_size != parallel.world_size)
+        else:
+            missing = ranks.agree("reading a checkpoint", lambda: saved.read(state, moves=False))
+        ranks.agree("reading a checkpoint", lambda: check_whole(missing))
+        state["model"] |= kept
+        ranks.agree("unpacking a checkpoint", lambda: unpack_entries(state))
+        ranks.agree("comparing optimizers and schedulers", lambda: continuation.check(state))
+    return continuation, state, differing
 
 
 def read(source: str | os.PathLike[str]) -> dict[str, Any]:
@@ -291,7 +307,7 @@ def _whole(shares: Sequence[Held], name: str, path: Path) -> Any:
     entry, *others = (share.take(name) for share in shares if name in share.entries)
     if not isinstance(entry, Runs):
         return entry
-    together = Runs(entry.shape, entry.dtype, in_order([entry, *others]))
+    together = Runs(entry.shape, entry.dtype, in_order(one.values for one in (entry, *others)))
     whole = together.run(0, math.prod(entry.shape))
     if whole is None:
         raise TornCheckpoint(
@@ -421,9 +437,8 @@ def _notes_of_pass(place: Mapping[str, Any], names: set[str], *, goes_on: bool) 
     if is_over:
         if goes_on:
             yield (
-                "saved after the last batch of a pass: the first feed() ends that pass and gives no batch; "
-                "if your loop computes its epoch from the step, begin with the epoch before "
-                "(restored.is_pass_over)"
+                "saved after the last batch of a pass: the first feed() ends that pass and gives no batch; if your "
+                "loop computes its epoch from the step, begin with the epoch before (restored.is_pass_over)"
             )
     elif not goes_on:
         yield (

@@ -64,8 +64,7 @@ class Manifest:
             content = json.loads(read_whole(path, _MOST_BYTES))
             if content.pop("digest") != _digest(content):  # in every format, so that damage is told from age
                 raise TornCheckpoint(
-                    f"{path} is damaged: its content does not fit the digest in it; resume from an older "
-                    "checkpoint"
+                    f"{path} is damaged: its content does not fit the digest in it; resume from an older checkpoint"
                 )
             version = content.pop("format")
             if version != FORMAT:

@@ -161,8 +161,7 @@ class _Writing:
             read_share(content, str(path), self._share[1])
         except TornCheckpoint as error:
             raise CheckpointError(
-                f"a value changed between the job and the file: {error}; save again, and test the memory of "
-                "this rank"
+                f"a value changed between the job and the file: {error}; save again, and test the memory of this rank"
             ) from error
         return self._share
 

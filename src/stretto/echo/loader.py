@@ -77,8 +77,7 @@ def check_iterable(loader: object, call: str) -> None:
     is_iterable = hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")
     if not is_iterable or getattr(loader, "shape", None) == ():  # a tensor of one number says that it can
         raise ConfigError(
-            f"{call}({type(loader).__name__}): expected an iterable of batches; if this is a function, pass "
-            "its result"
+            f"{call}({type(loader).__name__}): expected an iterable of batches; if this is a function, pass its result"
         )
 
 

@@ -218,9 +218,8 @@ class BufferSync:
 
 def _told(name: str, own: Buffer) -> str:
     return (
-        f"buffer {name!r} is {kind_of(own)} on this rank and of another shape or dtype on other ranks: "
-        "Stretto cannot average it, and every rank keeps its own; if you mean this, set "
-        f"Options(buffers='{name}=alone')"
+        f"buffer {name!r} is {kind_of(own)} on this rank and of another shape or dtype on other ranks: Stretto cannot "
+        f"average it, and every rank keeps its own; if you mean this, set Options(buffers='{name}=alone')"
     )
 
 

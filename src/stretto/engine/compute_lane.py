@@ -549,9 +549,8 @@ class ComputeLane:
         """Raise `OutOfTurn` if a round is in flight that other ranks may not have submitted, under a `Clock`."""
         if self.rounds.is_under_way and not self.quota.is_fixed:
             raise OutOfTurn(
-                f"{self.where}: {what} while a round is in flight, under a Clock: other ranks may have "
-                "counted fewer rounds; call it right after an Update was returned, before the next forward "
-                "pass"
+                f"{self.where}: {what} while a round is in flight, under a Clock: other ranks may have counted fewer "
+                "rounds; call it right after an Update was returned, before the next forward pass"
             )
 
     def check_between_updates(self, what: str) -> None:

@@ -57,9 +57,8 @@ class DuplicateDataCheck:
             return self._seen < MOST_ROUNDS
         alike = [rank for rank, label in enumerate(self._labels) if self._labels.count(label) > 1]
         _log.warning(
-            "%s: the losses of ranks %s have been equal to the bit in %d rounds: do these ranks read the "
-            "same batches? Give each rank its own part of the data, as torch.utils.data.DistributedSampler "
-            "does",
+            "%s: the losses of ranks %s have been equal to the bit in %d rounds: do these ranks read the same batches? "
+            "Give each rank its own part of the data, as torch.utils.data.DistributedSampler does",
             where,
             alike,
             ROUNDS,

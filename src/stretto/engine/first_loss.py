@@ -32,9 +32,8 @@ def check_first_loss(loss: Tensor, where: object) -> None:
     factors = [float(factor) for node in nodes[:NEAREST] for factor in _factors(node)]
     if factors and (scale := next((scale for scale in _scales() if scale in factors), None)):
         raise UsageError(
-            f"{where}: a GradScaler has multiplied the loss by {scale}, and Stretto does not divide the "
-            "gradients by it: remove the GradScaler, and use bfloat16, which needs no scaling, instead of "
-            "float16"
+            f"{where}: a GradScaler has multiplied the loss by {scale}, and Stretto does not divide the gradients by "
+            "it: remove the GradScaler, and use bfloat16, which needs no scaling, instead of float16"
         )
     if any(place.dtype is torch.float16 for node in nodes for place in getattr(node, "_input_metadata", ())):
         _log.warning(

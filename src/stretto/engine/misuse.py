@@ -164,9 +164,8 @@ def check_step(error: Exception, effect: Effect, settings: Hyperparameters, wher
         return
     groups = [", ".join(f"{name}={shown(value)}" for name, value in group.items()) for group in settings]
     raise UsageError(
-        f"{where}: step() of the optimizer raised {type(error).__name__} ({' '.join(str(error).split())}): "
-        f"expected settings with which it can step, found {'; '.join(groups)}: look at the settings of its "
-        "param_groups"
+        f"{where}: step() of the optimizer raised {type(error).__name__} ({' '.join(str(error).split())}): expected "
+        f"settings with which it can step, found {'; '.join(groups)}: look at the settings of its param_groups"
     ) from error
 
 
@@ -208,27 +207,24 @@ def gradients_written(where: object) -> GradientsTouched:
 def gradient_replaced(name: str, where: object) -> GradientsTouched:
     """A parameter has another `.grad` than the one in which gradients accumulate."""
     return GradientsTouched(
-        f"{where}: the gradient of {name!r} was replaced: remove zero_grad(), because Stretto zeroes "
-        "gradients when it sends them; assign .grad only before parallel.count_micro_batch(), and call "
-        "backward without create_graph=True"
+        f"{where}: the gradient of {name!r} was replaced: remove zero_grad(), because Stretto zeroes gradients when it "
+        "sends them; assign .grad only before parallel.count_micro_batch(), and call backward without create_graph=True"
     )
 
 
 def others_gradients(names: Sequence[str], where: object) -> GradientsTouched:
     """Gradients of a backward pass that the job has not run are neither counted nor dropped."""
     return GradientsTouched(
-        f"{where}: {len(names)} parameters, {names[0]!r} among them, hold gradients of a backward pass of "
-        "another job or of loss.backward(): drop them with parallel.discard(), or count them with "
-        "parallel.count_micro_batch()"
+        f"{where}: {len(names)} parameters, {names[0]!r} among them, hold gradients of a backward pass of another job "
+        "or of loss.backward(): drop them with parallel.discard(), or count them with parallel.count_micro_batch()"
     )
 
 
 def added_without_weight(name: str, weight: float) -> GradientsTouched:
     """A gradient has passed by the hook that gives it its weight."""
     return GradientsTouched(
-        f"{name!r}: an autograd function has added to its gradient directly, without the weight {weight} that "
-        "Stretto applies later to a loss or model of 16 bits: use weight=1.0, or return the gradient from "
-        "the function"
+        f"{name!r}: an autograd function has added to its gradient directly, without the weight {weight} that Stretto "
+        "applies later to a loss or model of 16 bits: use weight=1.0, or return the gradient from the function"
     )
 
 
@@ -244,8 +240,7 @@ DIALECTS = {
     "forward": "call the model itself, model(batch)",
     "module": "remove it: Stretto does not wrap the model",
     "step": (
-        "remove it: parallel.backward(loss) steps after micro_batches micro-batches, and parallel.commit() "
-        "earlier"
+        "remove it: parallel.backward(loss) steps after micro_batches micro-batches, and parallel.commit() earlier"
     ),
     "zero_grad": "remove it: Stretto sets gradients to zero",
     "no_sync": "remove it, and set DataParallel(micro_batches=...)",

@@ -263,9 +263,8 @@ class UserModel:
         if self.shown == "estimate" and not self._is_warned:
             self._is_warned = True
             _log.warning(
-                "%s: a forward pass in eval() while the model shows an estimate: evaluate the committed "
-                "parameters with parallel.evaluate(function) on all ranks, or inside `with "
-                "parallel.settled():`",
+                "%s: a forward pass in eval() while the model shows an estimate: evaluate the committed parameters "
+                "with parallel.evaluate(function) on all ranks, or inside `with parallel.settled():`",
                 where,
             )
 

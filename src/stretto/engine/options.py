@@ -272,8 +272,7 @@ def plan_quota(
     if isinstance(micro_batches, Clock):
         if strategy.fixes_split:
             raise ConfigError(
-                f"{strategy} fixes its micro-batches per round, and a Clock sets them by time: remove one of "
-                "the two"
+                f"{strategy} fixes its micro-batches per round, and a Clock sets them by time: remove one of the two"
             )
         return Quota((micro_batches.minimum,) * rounds, (micro_batches.maximum,) * rounds)
     if micro_batches < rounds:

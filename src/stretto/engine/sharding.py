@@ -178,9 +178,8 @@ def _mesh_of(model: object) -> DeviceMesh:
             meshes.append(parameter.device_mesh)
         elif parameter.requires_grad:
             raise UnsupportedModel(
-                f"parameter {original_name(name)!r} is not sharded, so its gradients would not be summed "
-                "inside the node: expected fully_shard(model, mesh=mesh['shard']) on the whole model, after "
-                "its parts"
+                f"parameter {original_name(name)!r} is not sharded, so its gradients would not be summed inside the "
+                "node: expected fully_shard(model, mesh=mesh['shard']) on the whole model, after its parts"
             )
     if any(mesh != meshes[0] for mesh in meshes):
         raise UnsupportedModel(

@@ -185,9 +185,8 @@ class JobState:
                 elif slot is None:
                     if value.layout is not torch.strided or value.is_nested or value.is_meta:
                         raise CheckpointError(
-                            f"{self.job.compute.where}: buffer {name!r} is sparse, nested or on meta: "
-                            "expected a buffer that can be saved; register it with persistent=False, or "
-                            "materialise it"
+                            f"{self.job.compute.where}: buffer {name!r} is sparse, nested or on meta: expected a "
+                            "buffer that can be saved; register it with persistent=False, or materialise it"
                         )
                     fixed = isinstance(value, nn.Parameter)
                     kept = value if fixed or blank else value.clone()  # later writes change these buffers

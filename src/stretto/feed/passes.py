@@ -86,9 +86,8 @@ def ahead_of_clock(where: object) -> OutOfTurn:
     known.
     """
     return OutOfTurn(
-        f"{where}: the loop asked for the next batch of feed(updates=...) before it counted the current "
-        "batch; under a Clock no rank knows which batch is the last: ask for the next batch after "
-        "parallel.backward"
+        f"{where}: the loop asked for the next batch of feed(updates=...) before it counted the current batch; under a "
+        "Clock no rank knows which batch is the last: ask for the next batch after parallel.backward"
     )
 
 

@@ -70,8 +70,5 @@ def unfit(guard: Guard, strategy: Strategy, ledger: Ledger) -> str | None:
             "between ranks"
         )
     if guard.overlaps and not strategy.overlaps:
-        return (
-            f"runs during the next update's gradients, and strategy {strategy.name} waits for its "
-            "communication lane"
-        )
+        return f"runs during the next update's gradients, and strategy {strategy.name} waits for its communication lane"
     return None

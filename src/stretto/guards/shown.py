@@ -176,10 +176,9 @@ class ShownValues(RoundWatch):
             self._strike(site, name, "as in `with torch.no_grad(): target.mul_(0.9).add_(online, alpha=0.1)`")
             if not repairs(checksum, held):
                 raise StateCorrupt(
-                    f"{self._rounds.job.compute.where}: {site}, {name!r}, damaged beyond repair: expected "
-                    f"digest {hexadecimal(expected)}, found {hexadecimal(found)}, and PyTorch counted no "
-                    "write to it (a write through .data is not counted: write without .data); resume from "
-                    "the last checkpoint",
+                    f"{self._rounds.job.compute.where}: {site}, {name!r}, damaged beyond repair: expected digest "
+                    f"{hexadecimal(expected)}, found {hexadecimal(found)}, and PyTorch counted no write to it (a write "
+                    "through .data is not counted: write without .data); resume from the last checkpoint",
                     ranks=[self._rounds.job.replica.rank],
                 )
             self._constants[name] = _Constant(mark_of(tensor, held), checksum)

@@ -422,9 +422,8 @@ class StrettoStrategy(DDPStrategy):
         folder = _folder_of(self._loaded_from)
         if not folder.is_dir():
             raise CheckpointError(
-                f"{self._loaded_from}: expected the folder {folder.name!r} next to it with the state of a "
-                "job, found none: resume from a checkpoint of a StrettoStrategy, or begin a new fit from its "
-                "weights"
+                f"{self._loaded_from}: expected the folder {folder.name!r} next to it with the state of a job, found "
+                "none: resume from a checkpoint of a StrettoStrategy, or begin a new fit from its weights"
             )
         for note in checkpoints.load(self._job, folder).notes:
             _log.warning("%s: %s", self._loaded_from, note)

@@ -85,10 +85,9 @@ def _check_kind(optimizer: torch.optim.Optimizer) -> None:
     # Adagrad has state from the start, at step 0; a momentum has no step count.
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state):
         raise UnsupportedOptimizer(
-            "optimizer: expected an optimizer that has not stepped yet, found state that the private "
-            "optimizer of Stretto would not have; make a new optimizer, wrap it before training, and load a "
-            "checkpoint; parallel.load_state_dict takes the moments of a plain run, as the page optimizers "
-            "shows under Moving in"
+            "optimizer: expected an optimizer that has not stepped yet, found state that the private optimizer of "
+            "Stretto would not have; make a new optimizer, wrap it before training, and load a checkpoint; "
+            "parallel.load_state_dict takes the moments of a plain run, as the page optimizers shows under Moving in"
         )
 
 
@@ -101,9 +100,8 @@ def _check_calls(optimizer: torch.optim.Optimizer, name: str) -> None:
     given = vars(optimizer)
     if any(given.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")):
         raise UnsupportedOptimizer(
-            f"{name} has step hooks, which would never run, because Stretto steps a private optimizer: remove "
-            "them; clip with Options(clip_norm=...), and run code that follows a step when an Update is "
-            "returned"
+            f"{name} has step hooks, which would never run, because Stretto steps a private optimizer: remove them; "
+            "clip with Options(clip_norm=...), and run code that follows a step when an Update is returned"
         )
     if "step" in given and not hasattr(given["step"], "_wrapped_by_lr_sched"):
         raise UnsupportedOptimizer(
@@ -185,10 +183,7 @@ def _reason(trial: Trial) -> str | None:
 def _difference(trial: Trial, plain: PlainLoop) -> str:
     """Return what makes owners differ from the plain loop."""
     if not all(values.isfinite().all() for update in plain.history for values in update):
-        return (
-            "with these settings values are not finite after a few steps; expected finite settings in its "
-            "param_groups"
-        )
+        return "with these settings values are not finite after a few steps; expected finite settings in param_groups"
     if plain.moved:
         return "it gives parameters another storage; expected steps in place, such as p.data.add_(...)"
     everything = range(len(trial.starts))

@@ -122,9 +122,8 @@ class Schedule:
             ) from error
         except (TypeError, LookupError, AttributeError) as error:
             raise UsageError(
-                f"{where}: scheduler.step() raised {type(error).__name__} ({error}): expected a schedule that "
-                "steps without arguments and reads no optimizer state; omit scheduler=, and step it in "
-                "on_update"
+                f"{where}: scheduler.step() raised {type(error).__name__} ({error}): expected a schedule that steps "
+                "without arguments and reads no optimizer state; omit scheduler=, and step it in on_update"
             ) from error
 
 

@@ -291,9 +291,8 @@ def _check_asides(strategy: Strategy, runs: Sequence[Sequence[Effect]], count: C
     asks_ahead = any(isinstance(run[0], _ASIDES) for run in runs)
     if asks_ahead and (strategy.overlaps or not count[AllReduce]):
         raise ConfigError(
-            f"strategy {strategy.name}: only an update with AllReduce and without overlaps may look and "
-            "average ahead of its gradients; with Local, ranks agree on their end at averages, so averages "
-            "come after the step"
+            f"strategy {strategy.name}: only an update with AllReduce and without overlaps may look and average ahead "
+            "of its gradients; with Local, ranks agree on their end at averages, so averages come after the step"
         )
     if count[Reduce] and any(isinstance(effect, _ASIDES) for run in runs for effect in run):
         raise ConfigError(

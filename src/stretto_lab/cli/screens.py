@@ -163,9 +163,8 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
     )
     if machine.shards > 1:
         text = (
-            f"parameters, link and the columns below are for one rank, which holds one of {machine.shards} "
-            "shards and exchanges it with other nodes; the time of a micro-batch includes FSDP2's exchange "
-            "inside a node"
+            f"parameters, link and the columns below are for one rank, which holds one of {machine.shards} shards and "
+            "exchanges it with other nodes; the time of a micro-batch includes FSDP2's exchange inside a node"
         )
         print(fold(text))
     if machine.ranks_per_node > 1:

@@ -156,9 +156,8 @@ def divided(count: int, share: float, seed: int = 0) -> tuple[np.ndarray, np.nda
     """
     if count < 2:
         raise errors.ConfigError(
-            f"{count} sample cannot be divided into training and held-out data: give more samples, or "
-            "separate held-out data (heldout.data); if the files are text, documents.unit sets the size of a "
-            "sample"
+            f"{count} sample cannot be divided into training and held-out data: give more samples, or separate "
+            "held-out data (heldout.data); if the files are text, documents.unit sets the size of a sample"
         )
     heldout = min(count - 1, max(1, round(count * share)))
     order = np.random.default_rng(seed).permutation(count)

@@ -75,8 +75,7 @@ class Training(Options, Generic[TaskT]):
         check_at_least(self, seed=0, updates=1, samples=1, micro_batches=1, evaluate_every=1)
         if self.updates is not None and self.samples is not None:
             raise ConfigError(
-                f"updates={self.updates} and samples={self.samples}: expected one length of the run; remove "
-                "the other"
+                f"updates={self.updates} and samples={self.samples}: expected one length of the run; remove the other"
             )
         if self.samples is not None:
             samples_of(self.task)
