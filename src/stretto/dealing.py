@@ -185,7 +185,7 @@ class Holding:
 
 
 def in_order(parts: Iterable[Sequence[tuple[int, Tensor]]]) -> list[tuple[int, Tensor]]:
-    """Return all runs of parts of a tensor, without runs that lie inside others: `Runs.run` looks at neighbours."""
+    """Return the runs of several parts of a tensor by their place. `Runs.run` needs that no run is inside another."""
     found: list[tuple[int, Tensor]] = []
     for first, run in sorted(chain.from_iterable(parts), key=lambda one: (one[0], -one[1].numel())):
         if not found or first + run.numel() > found[-1][0] + found[-1][1].numel():
