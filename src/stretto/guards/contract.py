@@ -259,7 +259,7 @@ class Guard(ABC):
         """Return whether nothing of a round may leave before the guard has looked at it.
 
         Args:
-            owes: Whether the wire has a residual (its rounding errors), which is sent with the gradients.
+            has_residual: Whether the wire has a residual (its rounding errors), which is sent with the gradients.
         """
         kind = type(self)
         looks = kind.before_reduce is not Guard.before_reduce or kind.watch_rounds is not Guard.watch_rounds
