@@ -431,7 +431,7 @@ def _lane_of(
         inside: Among the ranks of this node, where the strategy needs one.
         sharded: This rank's masters, as `_owner_of` cuts them.
         progress: Where the job stands.
-        within: The ranks of this node, where each holds a shard of the model.
+        node_group: The ranks of this node, where each holds a shard of the model.
     """
     ledger = parts.ledger
     group = exchange.group

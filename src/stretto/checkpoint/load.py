@@ -358,9 +358,6 @@ def _grown(model: nn.Module, saved: Kinds) -> Iterator[None]:
 
 
 def _shares_in(path: Path, ranks: Ranks) -> tuple[Path, list[Held]]:
-    """Return a checkpoint's own folder, and the shares that this rank deals out: its own, or every share one after
-    another.
-    """
     """Return a checkpoint's own folder, and its shares, this rank's first; each rank checks its own, or every N-th."""
     found = Path(
         ranks.first("looking for a checkpoint", lambda: str(folder.find(path)) if ranks.rank == 0 else "")

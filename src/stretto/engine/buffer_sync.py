@@ -366,7 +366,7 @@ def average_at_rest(exchange: Exchange, buffer_sync: BufferSync, shown: Sequence
 
     Args:
         exchange: Connects the ranks.
-        statistics: The agreed values so far.
+        buffer_sync: Has the agreed values so far.
         shown: The values that this rank would show: the agreed values, or later writes.
     """
     records = exchange.gather_bytes(changes_of(buffer_sync.agreed, shown))

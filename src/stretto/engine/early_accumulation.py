@@ -43,7 +43,7 @@ class EarlyAccumulation(Accumulation):
         parameters: In the layout's order.
         buffer: The buffer of the first round.
         model: Asked for hooks.
-        replica: Begins a departure.
+        replica: Begins an early reduction.
         micro_batches: Of a round.
     """
 
@@ -99,7 +99,7 @@ class EarlyAccumulation(Accumulation):
         return super().before_gradient(index, gradient)
 
     def _come(self, index: int) -> None:
-        """Note that a gradient has been added, and continue with the departure."""
+        """Note that a gradient has been added, and continue with the early reduction."""
         if not self._has_come[index]:
             self._has_come[index] = 1
             for bucket in self._buckets_by_slot[index]:

@@ -1,10 +1,10 @@
-"""The departure of a round's gradients: their sum over ranks, which continues as the gradients come.
+"""The early reduction of a round's gradients: their sum over ranks, which continues as the gradients come.
 
 Note [In the order of streams]
     Where works order streams, the host is ahead of its device: no collective is complete while a backward pass is
-    queued, and a departure that asked would not continue. So it does not ask. It queues, on its own stream: each
+    queued, and a reduction that asked would not continue. So it does not ask. It queues, on its own stream: each
     bucket after what the caller's stream has been given until then, its sum after the collective. The stream that
-    finishes the departure waits for it once. Scratch memory and sums are used on this stream alone until then.
+    finishes the reduction waits for it once. Scratch memory and sums are used on this stream alone until then.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,7 +59,7 @@ class EarlyReduction:
 
     @property
     def is_stale(self) -> bool:
-        """Whether a gradient has changed after its departure, so that ranks have summed something else."""
+        """Whether a gradient has changed after it was sent, so that ranks have summed something else."""
         return self._is_invalidated or any(view._version != version for view, version in self._left)
 
     def go_on(self, come: Callable[[int], Sequence[Tensor] | None]) -> None:

@@ -7,7 +7,7 @@ Note [One rank of shards]
 
         weight, samples, losses, squared norm   the sum over the node's ranks, in rank order
         finite                                  on all of them
-        used, changed, `torn`                   on any
+        used, changed, `stale`                  on any
         vote                                    the strongest
         settings                                the same, or an error
 
@@ -143,7 +143,7 @@ class NodeRuntime(RuntimeOver):
 
     Args:
         runtime: Of this rank.
-        within: Its node.
+        node_group: Its node.
     """
 
     def __init__(self, runtime: Runtime, node_group: NodeGroup) -> None:

@@ -53,9 +53,9 @@ class Replica:
         options: Say how to clip, and what to do with rounds that are not finite.
         runtime: Charged for the time of steps and previews.
         progress: Shared with the communication lane.
-        hides: Whether gradients may leave before their round is closed.
+        overlaps_backward: Whether gradients may be sent before their round is closed.
         steps_alone: Whether ranks step without asking the others, and may be at different rounds.
-        within: The ranks of this node, where each holds a shard of the replica.
+        node_group: The ranks of this node, where each holds a shard of the replica.
     """
 
     interval: int | None = None
@@ -88,12 +88,11 @@ class Replica:
         """Whether gradients may leave before their round is closed (`stretto.engine.early_accumulation`)."""
         device = exchange.layout.sets[0].device
         self._side = SideStream(device) if exchange.orders_streams and device.type == "cuda" else None
-        """Where a departure is queued during the backward pass."""
+        """Where an early reduction is queued during the backward pass."""
         self._options = options
         looks = self.rank == 0 and exchange.world_size > 1
-        self._duplicate_data = (
-            DuplicateDataCheck(exchange.world_size) if looks else None
-        )  # in the first rounds
+        # Looks at the first rounds.
+        self._duplicate_data = DuplicateDataCheck(exchange.world_size) if looks else None
         changes = options.wire_of_changes
         self._draws = exchange.wire.is_unbiased or changes.is_unbiased
         self._publication = Publication(exchange, FP32 if replicated else changes)
@@ -165,7 +164,7 @@ class Replica:
         return sums, RoundReport.unpack(records, len(own.used), len(own.changed))
 
     def sum_up(self, round: Round) -> tuple[Slices, bool]:
-        """Sum the gradients of `round` over ranks; return the sums, and whether any changed after their departure."""
+        """Sum the gradients of `round` over ranks; return the sums, and whether any changed after they were sent."""
         if (early_reduction := round.early_reduction) is not None:
             round.take_back()
             return early_reduction.finish(), early_reduction.is_stale
@@ -174,7 +173,7 @@ class Replica:
         return sums, False
 
     def begin_early_reduction(self, buffer: GradientBuffer, contribution: Contribution) -> EarlyReduction:
-        """Begin to sum a round's gradients over ranks; nothing is sent before the departure is asked to continue.
+        """Begin to sum a round's gradients over ranks; nothing is sent before the result is asked to continue.
 
         Args:
             buffer: The gradients; as long as they may leave early, they stay as they are.
@@ -206,7 +205,7 @@ class Replica:
         return transfers, sums, None if feedback is None else feedback.add
 
     def _stop_hiding(self, ranks: list[int]) -> None:
-        """Let nothing leave early any more: gradients of some rank changed after their departure."""
+        """Send nothing early any more: gradients of some rank changed after they were sent."""
         self.overlaps_backward = False
         self._spare_sums.append(self._lent_sums.pop())
         _log.info(

@@ -90,7 +90,7 @@ class RankReport:
     stepped: bool = False
     """Whether this rank has stepped in that round; unused in the same case."""
     stale: bool = False
-    """Whether gradients of this rank changed after their departure, so that all ranks sum them again."""
+    """Whether gradients of this rank changed after they were sent, so that all ranks sum them again."""
     buffers_are_finite: bool = True
     """Whether no buffer of the model has got an infinity or a NaN in this round, by a micro-batch of any weight."""
     asks: Asks = Asks.NOTHING
@@ -166,7 +166,7 @@ class RoundReport:
         self.settings_agree = bool((records["settings"] == records["settings"][0]).all())
         """Whether all ranks have the same hyperparameters."""
         self.stale: list[int] = np.flatnonzero(records["stale"]).tolist()
-        """Ranks whose gradients changed after their departure."""
+        """Ranks whose gradients changed after they were sent."""
 
     @classmethod
     def pack(cls, report: RankReport) -> bytes:

@@ -9,7 +9,7 @@ Note [Streams]
     lane may free what it has allocated itself, at any time. What crosses from one lane to the other is freed by no
     code before an installation or a rejoining has ordered the streams: buffers, sums, scratch memory and masters live
     as long as the job, a round and a fragment's values until they are installed. Scratch memory that becomes too
-    small while a departure is queued is the only exception, and it is marked (`record_stream`).
+    small while an early reduction is queued is the only exception, and it is marked (`record_stream`).
 
 Note [Late times]
     No code waits for a time. A device ends a stretch long after the host has called for its end. So a stretch is

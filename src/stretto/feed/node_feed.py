@@ -16,7 +16,7 @@ class NodeFeed(Feed):
 
     Args:
         job: Of this rank.
-        within: The ranks of its node.
+        node_group: The ranks of its node.
     """
 
     def __init__(self, job: Job, node_group: NodeGroup) -> None:
