@@ -5,14 +5,13 @@ import os
 import random
 import signal
 import sys
-import zlib
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 
-from tests.draws import EVERYTHING, FIRST_SEED
+from tests.draws import EVERYTHING, FIRST_SEED, sample
 
 SOURCES = Path(__file__).resolve().parent.parent / "src"
 LAUNCHER_PREFIXES = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "SLURM_")
@@ -51,16 +50,14 @@ def pytest_report_header() -> str | None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     """Leave three quarters of a function's cases to `make test-all`, before pytest makes an item of each.
 
-    Of a function that is marked `long(keep=N)`, N cases stay. Which ones stay depends on the function's name, so that
-    the same strategy or wire is not left out everywhere.
+    Of a function that is marked `long(keep=N)`, N cases stay.
     """
     yield
-    cases, mark = metafunc._calls, metafunc.definition.get_closest_marker("long")
-    if not EVERYTHING and len(cases) > 1:
-        keep = max(2, (len(cases) + 3) // 4) if mark is None else max(1, mark.kwargs.get("keep", 0))
-        first = zlib.crc32(metafunc.definition.nodeid.encode())
-        stays = {(first + number * len(cases) // keep) % len(cases) for number in range(keep)}
-        metafunc._calls = [case for number, case in enumerate(cases) if number in stays]
+    mark = metafunc.definition.get_closest_marker("long")
+    if not EVERYTHING and len(metafunc._calls) > 1:
+        indices = [case.indices for case in metafunc._calls]
+        stays = sample(indices, metafunc.definition.nodeid, keep=mark and mark.kwargs.get("keep", 1))
+        metafunc._calls = [metafunc._calls[number] for number in stays]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
