@@ -35,13 +35,10 @@ from stretto.exchange import (
     FP32,
     WIRES,
     Exchange,
-    NativeExchange,
     PackedWire,
-    TwoLevelExchange,
     VerifiedExchange,
 )
 from stretto.exchange.transfer import Wait
-from stretto.exchange.verified import VerifiedTwoLevelExchange
 from stretto.flat import Layout, check_parameters, most_rows, original_name, plan_layout, shard_of
 from stretto.groups import may_wait_again, part_of, private_group
 from stretto.guards import Guard
@@ -573,12 +570,15 @@ def _exchange_of(
     wire = WIRES[options.wire]
     device = layout.sets[0].device
     is_over_nccl = device.type == "cuda" and not may_wait_again(group, device)
-    if options.ranks_per_node is not None:
-        nodes = VerifiedTwoLevelExchange if options.verified else TwoLevelExchange
-        return nodes(group, layout, wire, wait, options.ranks_per_node, follow)
-    kind: Callable[..., Exchange] = Exchange
-    if options.verified:
-        kind = VerifiedExchange
-    elif is_over_nccl and not isinstance(wire, PackedWire):
-        kind = NativeExchange
-    return kind(group, layout, wire, wait, follow, numbers)
+    kind = VerifiedExchange if options.verified else Exchange
+    is_plain = not (options.verified or options.ranks_per_node or isinstance(wire, PackedWire))
+    return kind(
+        group,
+        layout,
+        wire,
+        wait,
+        follow,
+        numbers,
+        ranks_per_node=options.ranks_per_node,
+        is_native=is_over_nccl and is_plain,
+    )

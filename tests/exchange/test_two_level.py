@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 import stretto
 from stretto.errors import ConfigError
-from stretto.exchange import FP32, WIRES, PackedWire, TwoLevelExchange
+from stretto.exchange import FP32, WIRES, Exchange, PackedWire
 from stretto.flat import Layout, plan_layout
 from stretto.strategies import STRATEGIES
 from stretto_lab.virtual import VirtualCluster
 from tests.exactness.jobs import Case, same
-from tests.exchange.test_exchange import contribution
+from tests.exchange.test_exchange import contribution, wait
 from tests.workers.jobs import run
 
 NODES = ((2, 2), (2, 3), (3, 2))
@@ -36,8 +36,8 @@ def of_parameters(layout: Layout) -> list[Tensor]:
     return found
 
 
-def exchange_on(group: Any, layout: Layout, wire: str, ranks_per_node: int) -> TwoLevelExchange:
-    return TwoLevelExchange(group, layout, WIRES[wire], lambda work, _: work.wait(), ranks_per_node)
+def exchange_on(group: Any, layout: Layout, wire: str, ranks_per_node: int) -> Exchange:
+    return Exchange(group, layout, WIRES[wire], wait, ranks_per_node=ranks_per_node)
 
 
 def summed(rank: int, group: Any, wire: str, ranks_per_node: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -23,7 +23,7 @@ from stretto.engine.options import Options
 from stretto.engine.report import RankReport, RoundReport, Vote
 from stretto.engine.round import Round
 from stretto.errors import ConfigError, WorkerDisagrees
-from stretto.exchange import FP32, Exchange, TwoLevelExchange
+from stretto.exchange import FP32, Exchange
 from stretto.groups import part_of
 from stretto.strategies import Strategy
 from stretto.strategies.ledger import Ledger
@@ -145,16 +145,17 @@ def exchange_inside(exchange: Exchange, failures: FailureDetector) -> Exchange |
         exchange: Of the job; all ranks of the node must call.
         failures: Of the job, which hears of what happens on the node.
     """
-    if not isinstance(exchange, TwoLevelExchange) or len(exchange.on_node) == 1:
+    if exchange.inside is None:
         return None
+    on_node = exchange.inside.ranks
     seconds = failures.timeout_seconds + BACKEND_MARGIN_SECONDS
-    group = part_of(exchange.group, exchange.on_node, seconds)
-    follow = failures.follow_among(exchange.on_node) if failures.orders_streams else None
-    return Exchange(group, exchange.layout, FP32, failures.among(group, exchange.on_node), follow)
+    group = part_of(exchange.group, on_node, seconds)
+    follow = failures.follow_among(on_node) if failures.orders_streams else None
+    return Exchange(group, exchange.layout, FP32, failures.among(group, on_node), follow)
 
 
 def worker_of(ledger: Ledger, exchange: Exchange, inside: Exchange | None) -> Worker:
     """Return the worker to which this rank belongs under a strategy; see `exchange_inside`."""
-    if ledger.by_node and inside is not None and isinstance(exchange, TwoLevelExchange):
-        return Node(exchange, inside, exchange.on_node)
+    if ledger.by_node and inside is not None and exchange.inside is not None:
+        return Node(exchange, inside, exchange.inside.ranks)
     return Worker(exchange)

@@ -1,13 +1,11 @@
 """How gradients and parameters are sent between ranks: the exchange, and one file per wire format."""
 
-from stretto.exchange.exchange import Exchange
+from stretto.exchange.exchange import Exchange, check_nodes
 from stretto.exchange.int2 import Int2
 from stretto.exchange.int4 import Int4
 from stretto.exchange.int8 import Int8
-from stretto.exchange.native import NativeExchange
 from stretto.exchange.publication import Publication
 from stretto.exchange.rotated import Rotated
-from stretto.exchange.two_level import TwoLevelExchange, check_nodes
 from stretto.exchange.verified import VerifiedExchange
 from stretto.exchange.wire import BF16, FP32, PackedWire, PlainWire, Wire
 from stretto.fields import unknown_name
@@ -36,12 +34,10 @@ __all__ = [
     "Int2",
     "Int4",
     "Int8",
-    "NativeExchange",
     "PackedWire",
     "PlainWire",
     "Publication",
     "Rotated",
-    "TwoLevelExchange",
     "VerifiedExchange",
     "Wire",
     "check_nodes",

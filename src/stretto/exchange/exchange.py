@@ -1,7 +1,15 @@
 """The exchange of one job: sums in rank order over buckets, gathers of parameters and of small records.
 
 All contributions to a slice are sent to its owner, who adds them in rank order in float32, so that every rank and every
-replay gets the same bits.
+replay gets the same bits. Values take one hop, to all ranks, or two on N nodes of L ranks each. Rank n·L + l is rank l
+of node n; a bucket is cut into N x L slices, one per rank. Rank (n, l), for its column l of the slices:
+
+    sums, inside      p ← Σ_l' g(n, l')[:, l]                     as wide as gradients accumulate, in rank order
+    sums, across      S(n, l) ← Σ_n' wire(p(n', l)[n])            in the order of nodes
+    gather, across    the slices of column l from their owners    on the wire
+    gather, inside    all columns from the ranks of the node      the same bytes
+
+So 1/L of a bucket crosses per rank, in either direction, where one hop sends nearly all of it.
 """
 
 from collections import deque
@@ -16,6 +24,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from stretto.errors import ConfigError
 from stretto.exchange.feedback import ErrorFeedback
 from stretto.exchange.padding import Padding
 from stretto.exchange.scratch import IN_FLIGHT, Scratch
@@ -55,29 +64,35 @@ def sum_in_rank_order(contributions: Tensor | Sequence[Tensor], total: Tensor) -
         total.copy_(running)
 
 
+def check_nodes(world_size: int, ranks_per_node: int) -> None:
+    """Check that ranks fill their nodes; fewer ranks than a node has are one node.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    if world_size > ranks_per_node and world_size % ranks_per_node:
+        raise ConfigError(
+            f"ranks_per_node={ranks_per_node}: expected a divisor of the {world_size} ranks, equally many on every node"
+        )
+
+
 class Exchange:
     """Performs the collectives of one job on one process group that no other code uses.
 
     Buffers are one tensor per flat set, padded as the layout says. Reductions are an all-to-all and a sum by the owner:
     the wire volume is a ring's, the result does not depend on the topology, sums are at least float32 on any wire, and
-    the owner sees every contribution alone. A bucket is sent per collective, at most `IN_FLIGHT` at a time, so that
-    their scratch memory is all an exchange holds.
-
-    Note [In flight]
-        One large transfer fills the queue of a slow link and then waits for itself; a few smaller ones keep the link
-        busy while others are summed. Collectives start and finish in the layout's order, which is every rank's.
-
-    Note [Wire rounding]
-        Every rank installs the values that come back over the wire, including the owner and a lone rank. An owner
-        that kept its own wider values would differ from all other ranks in every element.
+    the owner sees every contribution alone. On nodes only the sum over a node, and what owners publish, cross to other
+    nodes: sums are associated in another way, but for nodes of one rank.
 
     Args:
         group: Used by no other code.
         layout: Of the buffers.
-        wire: The format of contributions and other values.
+        wire: The format of contributions, between nodes where there are any, and of other values.
         wait: Waits for a collective, whose result the host needs.
         follow: Continues after a collective in the order of streams; None where works do not order them.
         numbers: How the job numbers the ranks of the group, where they are some of its ranks.
+        ranks_per_node: L, where sums are taken inside nodes of consecutive ranks first; raises as `check_nodes`.
+        is_native: Whether the backend adds gradients (NCCL's ring or tree), in the precision of a plain wire.
     """
 
     is_verified: ClassVar[bool] = False
@@ -91,14 +106,12 @@ class Exchange:
         wait: Wait,
         follow: Wait | None = None,
         numbers: Sequence[int] | None = None,
+        *,
+        ranks_per_node: int | None = None,
+        is_native: bool = False,
     ) -> None:
-        self.group = group
-        self.layout = layout
-        self.wire = wire
-        self.wait = wait
-        self.follow = follow or wait
-        self.waits = wait, follow
-        """As they were given."""
+        self.group, self.layout, self.wire = group, layout, wire
+        self.wait, self.follow = wait, follow or wait
         self.orders_streams = follow is not None
         """Whether what comes after a collective can be queued before it is complete."""
         self._all_gather = method_of(group, "all_gather_single")
@@ -106,19 +119,37 @@ class Exchange:
         self.rank, self.world_size = group.rank(), group.size()
         self.numbers = numbers or range(self.world_size)
         """The job's numbers of the ranks, by which messages and incidents call them."""
-        self.everyone = Level(0, range(self.world_size), "")
+        self._ranks_per_node, self.is_native = ranks_per_node, is_native
+        # Both hops are collectives of the job's own group, with parts of no elements for ranks that take no part: one
+        # order of collectives for all ranks, and one place in which a failed rank is noticed.
+        self.inside: Level | None = None
+        """The ranks of this rank's node, where there are others."""
+        self.across = Level(0, range(self.world_size), "")
+        """The ranks to which it sends its slices: all, or one of each node."""
+        self._per_node = 1
+        if ranks_per_node is not None:
+            check_nodes(self.world_size, ranks_per_node)
+            self._per_node = each = min(ranks_per_node, self.world_size)
+            node, column = divmod(self.rank, each)
+            self.across = Level(2, range(column, self.world_size, each), " between nodes", crosses=True)
+            if each > 1:
+                self.inside = Level(1, range(node * each, (node + 1) * each), " inside a node")
         self.sent_bytes = self.crossed_bytes = 0
         """Bytes this rank has sent to others since construction, and in sums and gathers to other nodes."""
-        self.feedback = (
-            ErrorFeedback(layout, wire) if isinstance(wire, PackedWire) and wire.has_residual else None
-        )
+        self.feedback: ErrorFeedback | None = None
         """Errors of this rank's contributions; None if the wire keeps no residual."""
+        # By bucket, the node's sums that this rank has packed last, where the wire loses something of them.
+        self._packed: dict[int, Tensor] = {}
+        if isinstance(wire, PackedWire) and wire.has_residual:
+            packed = () if self.inside is None else (self._packed_by_rank,)
+            self.feedback = ErrorFeedback(layout, wire, *packed)
         self.padding, self.round_index = Padding(layout, self.rank), 0  # the index of what travels
         self.incidents: list[Incident] = []
         """Damage that a verified exchange has found and repaired; the code that reports an incident removes it."""
         formats = [wire.of(flat.accumulation_dtype) for flat in layout.sets]
         self.contributed = [formats[bucket.set_index] for bucket in layout.buckets]
         """The format of contributions, by bucket."""
+        # Of one bucket per collective, at most `IN_FLIGHT` at a time: all the memory that an exchange holds.
         self.scratch = Scratch()
         order = layout.flat_order()
         self._places = sorted(range(len(order)), key=order.__getitem__)
@@ -129,7 +160,16 @@ class Exchange:
 
     def over(self, layout: Layout) -> Self:
         """Return an exchange of averages, of the same kind on the same group, over another layout."""
-        return type(self)(self.group, layout, self.wire.for_averages, *self.waits, self.numbers)
+        return type(self)(
+            self.group,
+            layout,
+            self.wire.for_averages,
+            self.wait,
+            self.follow if self.orders_streams else None,
+            self.numbers,
+            ranks_per_node=self._ranks_per_node,
+            is_native=self.is_native,
+        )
 
     def begin_round(self, index: int) -> None:
         """Draw again for later transfers, on wires that draw; all ranks call with the same number."""
@@ -202,8 +242,16 @@ class Exchange:
         self, flats: Sequence[Tensor], sums: Sequence[Tensor], *, whole: bool, wire: PlainWire | None = None
     ) -> Transfers:
         """Sum `flats` over ranks, bucket by bucket, as their values come; see `reduce_scatter` and `all_reduce`."""
+        buckets, most = self.cut(flats), IN_FLIGHT
         sum_up = self.sum_bucket if whole else self.sum_slice
-        yield from in_flight(map(sum_up, count(), self.cut(flats), sums, repeat(wire)))
+        if self.is_native:
+            sum_up = partial(self.sum_natively, whole=whole)
+            # A bucket that is summed in place needs no scratch memory.
+            if all(
+                a.dtype == b.dtype == self._native_dtype(b, wire) for a, b in zip(buckets, sums, strict=True)
+            ):
+                most = len(buckets)
+        yield from in_flight(map(sum_up, count(), buckets, sums, repeat(wire)), most)
 
     def sum_slice(self, index: int, own: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
         """Send the slices of the `index`-th bucket to their owners, and add those of this rank to `total`.
@@ -211,9 +259,55 @@ class Exchange:
         `wire` is the format of values that are not gradients; None sends gradients in their format.
         """
         sent = self.contributed[index] if wire is None else wire.of(own.dtype)
-        yield from self.sum_parts(self.everyone, index, own, total, sent)
+        parts = own
+        if self.inside is not None:
+            numel, by_column = own.numel() // self._per_node, self._slices(own).transpose(0, 1)
+            if isinstance(sent, PackedWire) and sent.has_residual:
+                if index not in self._packed:
+                    self._packed[index] = total.new_empty(numel)
+                column = self._packed[index]
+            else:
+                column = self.scratch("column", index, numel, total.dtype, own.device)
+            yield from self.sum_parts(self.inside, index, by_column, column, PlainWire("", own.dtype))
+            parts = column.view(-1, total.numel())
+        yield from self.sum_parts(self.across, index, parts, total, sent)
         if sent.is_unbiased:
             self.padding.clear(index, total)
+
+    def sum_natively(
+        self, index: int, own: Tensor, total: Tensor, wire: PlainWire | None, *, whole: bool
+    ) -> Transfer:
+        """Let the backend add up a bucket, or this rank's slice of it, as `total`."""
+        # As wide as wire and sum, where the buffer is narrower: the backend's partial sums gain from the extra bits.
+        dtype, others = self._native_dtype(total, wire), self.world_size - 1
+        arrived = total
+        if total.dtype != dtype:
+            arrived = self.scratch("own", index, total.numel(), dtype, total.device)
+        if whole:
+            arrived.copy_(own)  # the backend sums in place, and `own` stays
+            self.sent_bytes += 2 * (arrived.nbytes // self.world_size) * others
+            work = self.group.allreduce([arrived])
+        else:
+            outgoing = own
+            if own.dtype != dtype:
+                outgoing = self.scratch("outgoing", index, own.numel(), dtype, own.device).copy_(own)
+            self.sent_bytes += outgoing.nbytes // self.world_size * others
+            scatter = method_of(self.group, "reduce_scatter_single")
+            work = scatter(arrived, outgoing, dist.ReduceScatterOptions())
+        yield work, f"reduction of bucket {index}"
+        if arrived is not total:
+            total.copy_(arrived)
+
+    def _native_dtype(self, total: Tensor, wire: PlainWire | None) -> torch.dtype:
+        return (wire or self.wire.values).of(total.dtype).dtype
+
+    def _slices(self, bucket: Tensor) -> Tensor:
+        """Return the slices of a bucket by node and rank of the node, `(N, L, numel / world_size)`."""
+        return bucket.view(-1, self._per_node, bucket.numel() // self.world_size)
+
+    def _packed_by_rank(self, index: int, bucket: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what this rank has packed, a node's sums of its column; and where in the bucket these are."""
+        return self._packed[index], self._slices(bucket)[:, self.rank % self._per_node]
 
     def sum_parts(self, level: Level, index: int, parts: Tensor, total: Tensor, sent: Wire) -> Transfer:
         """Send the ranks of a level their parts, and add up in `total` what comes from them.
@@ -281,20 +375,32 @@ class Exchange:
     def gather_changes(self, wire: PackedWire, change: Change, add: Add) -> None:
         """Gather what every owner has to add to its slices, packed."""
 
+        wholes: dict[int, Tensor] = {}
+
         def transfer(index: int) -> Transfer:
             bucket = self.layout.buckets[index]
-            device = self.layout.sets[bucket.set_index].device
-            whole = self.scratch("packed", index, wire.num_bytes(bucket.numel), torch.uint8, device)
+            device, numel = self.layout.sets[bucket.set_index].device, wire.num_bytes(bucket.numel)
+            if self.is_verified:  # added when no rank misses a row, which may be sent again
+                whole = wholes[index] = torch.empty(numel, dtype=torch.uint8, device=device)
+            else:
+                whole = self.scratch("packed", index, numel, torch.uint8, device)
             own = whole.view(self.world_size, -1)[self.rank]
             wire.drawn("changes", self.round_index, self.rank).write(change(index), own)
             yield from self.gather(whole, index, whole.dtype, f"gather of bucket {index}")
-            changes = wire.drawn("changes", self.round_index, *self.everyone.ranks).read(whole)
+            if not self.is_verified:
+                add_up(index, whole)
+
+        def add_up(index: int, whole: Tensor) -> None:
+            changes = wire.drawn("changes", self.round_index, *range(self.world_size)).read(whole)
             add(index, self.padding.clear(index, changes) if wire.is_unbiased else changes)
 
-        self.perform([partial(transfer, index) for index in range(len(self.layout.buckets))])
+        indices = range(len(self.layout.buckets))
+        self.perform([partial(transfer, index) for index in indices])
+        for index in indices if self.is_verified else ():
+            add_up(index, wholes[index])
 
     def gather(self, whole: Tensor, index: int, dtype: torch.dtype, what: str) -> Transfer:
-        """Replace `whole`, `(numel,)`, by every rank's slice of it, rounded to `dtype`.
+        """Replace `whole`, `(numel,)`, by every rank's slice of it, rounded to `dtype`: across nodes, then inside.
 
         Args:
             whole: Has this rank's slice at its position; overwritten.
@@ -302,13 +408,23 @@ class Exchange:
             dtype: In which values are sent.
             what: Name of the wait, for messages.
         """
-        arrived = whole
-        if whole.dtype != dtype:
-            arrived = self.scratch("whole", index, whole.numel(), dtype, whole.device)
+        # Every rank installs the values that come back over the wire, the owner and a lone rank too: with its own wider
+        # values an owner would differ from all other ranks in every element.
         own = whole if self.world_size == 1 else whole.view(self.world_size, -1)[self.rank]
-        yield from self.gather_parts(self.everyone, index, own, arrived, what)
-        if arrived is not whole:
-            whole.copy_(arrived)
+        numel, device = whole.numel(), whole.device
+        if self.inside is None:
+            arrived = whole
+            if whole.dtype != dtype:
+                arrived = self.scratch("whole", index, numel, dtype, device)
+            yield from self.gather_parts(self.across, index, own, arrived, what)
+            if arrived is not whole:
+                whole.copy_(arrived)
+            return
+        column = self.scratch("gathered column", index, numel // self._per_node, dtype, device)
+        yield from self.gather_parts(self.across, index, own, column, what)
+        columns = self.scratch("columns", index, numel, dtype, device)
+        yield from self.gather_parts(self.inside, index, column, columns, what)
+        self._slices(whole).copy_(columns.view(self._per_node, -1, own.numel()).transpose(0, 1))
 
     def gather_parts(self, level: Level, index: int, own: Tensor, whole: Tensor, what: str) -> Transfer:
         """Replace `whole` by what each rank of a level has as `own`, in the dtype of `whole`.
@@ -394,7 +510,11 @@ class Exchange:
 
 
 def in_flight(transfers: Iterable[Transfer], most: int = IN_FLIGHT) -> Transfers:
-    """Run transfers, at most `most` at a time, as Note [In flight] explains."""
+    """Run transfers, at most `most` at a time: they start and finish in the order given, which is every rank's.
+
+    One large transfer fills the queue of a slow link and then waits for itself; a few smaller ones keep the link busy
+    while others are summed.
+    """
     waiting = enumerate(transfers)
     under_way: deque[tuple[Transfer, Started]] = deque()
     while True:

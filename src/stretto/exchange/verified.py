@@ -26,9 +26,8 @@ from stretto.exchange.rows import (
 )
 from stretto.exchange.scratch import IN_FLIGHT
 from stretto.exchange.sums import Terms, is_plausible_sum, sampled
-from stretto.exchange.transfer import Add, Change, Level, Place, Transfer, Transfers, filled
-from stretto.exchange.two_level import TwoLevelExchange
-from stretto.exchange.wire import PackedWire, PlainWire, Wire
+from stretto.exchange.transfer import Level, Place, Transfer, Transfers, filled
+from stretto.exchange.wire import PlainWire, Wire
 from stretto.records import Incident
 
 REPEATS = 3
@@ -77,8 +76,8 @@ class VerifiedExchange(Exchange):
 
     is_verified = True
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **others: Any) -> None:
+        super().__init__(*args, **others)
         self._attempts = 0
         """Phases so far, each repeat counted: the same on all ranks, and part of every row's seal."""
         self._records = 0
@@ -141,24 +140,6 @@ class VerifiedExchange(Exchange):
         part = parts[place]
         if part.data_ptr() != own.data_ptr() or part.dtype != own.dtype:
             part.copy_(own)
-
-    def gather_changes(self, wire: PackedWire, change: Change, add: Add) -> None:
-        """Gather what every owner has to add to its slices, and repeat damaged buckets before anything is added."""
-        wholes, drawn = [], wire.drawn("changes", self.round_index, self.rank)
-        for index, bucket in enumerate(self.layout.buckets):
-            device = self.layout.sets[bucket.set_index].device
-            whole = torch.empty(wire.num_bytes(bucket.numel), dtype=torch.uint8, device=device)
-            drawn.write(change(index), whole.view(self.world_size, -1)[self.rank])
-            wholes.append(whole)
-        self.perform(
-            [
-                partial(self.gather, whole, index, torch.uint8, f"gather of bucket {index}")
-                for index, whole in enumerate(wholes)
-            ]
-        )
-        for index, whole in enumerate(wholes):
-            changes = wire.drawn("changes", self.round_index, *self.everyone.ranks).read(whole)
-            add(index, self.padding.clear(index, changes) if wire.is_unbiased else changes)
 
     def perform(self, transfers: Sequence[Callable[[], Transfer]]) -> None:
         """Run gathers, one of every bucket in order, and repeat those with a damaged row."""
@@ -282,7 +263,3 @@ class VerifiedExchange(Exchange):
                 found=found,
             )
         )
-
-
-class VerifiedTwoLevelExchange(TwoLevelExchange, VerifiedExchange):
-    """An exchange on nodes in which every row is sent with its digest, on either level."""
