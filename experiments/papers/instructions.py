@@ -18,7 +18,7 @@ from stretto_lab.recipes.optimizers import AdamW, Schedule
 from stretto_lab.recipes.rows import Heldout, read_sides
 from stretto_lab.recipes.stdlib_gpt import next_token_loss
 from stretto_lab.recipes.task import mean_loss
-from stretto_lab.recipes.text import IGNORED, FolderTokens, Tokens, Window
+from stretto_lab.recipes.text import IGNORED, Subwords, Tokens, Window
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Tuned:
 
     def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
         """Build the task of one rank."""
-        tokens = FolderTokens(self.model)
+        tokens = Subwords.read(self.model)
         sides = read_sides(self.data, Heldout(), "file")
         train, heldout = (Instructions(side, tokens, self.length) for side in sides)
         dtype = getattr(torch, self.dtype)

@@ -1,17 +1,13 @@
 """The faulty group damages what collectives bring, also under PyTorch's own data parallelism."""
 
-from datetime import timedelta
 from typing import Any
 
-import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
 
-from stretto.errors import ConfigError
 from stretto.groups.collectives import method_of
-from stretto_lab.faults import Fault, FaultPlan, FaultyGroup, register_faulty
-from stretto_lab.train.workers import host_store
+from stretto_lab.faults import Fault, FaultPlan, FaultyGroup, Injector
 from tests.bits import unequal
 from tests.docs.pages import DOCS, code_blocks
 from tests.processes import run_ranks
@@ -19,11 +15,8 @@ from tests.processes import run_ranks
 
 def faulty_group(plan: FaultPlan) -> FaultyGroup:
     """Return a group that the plan damages; a model that is made next has the same values on all ranks."""
-    register_faulty(plan)
-    group = dist.new_group(backend="faulty")
-    assert isinstance(group, FaultyGroup)
     torch.manual_seed(0)
-    return group
+    return FaultyGroup(dist.new_group(), Injector(plan, dist.get_rank()))
 
 
 def take_four_steps(model: nn.Module, rank: int) -> None:
@@ -63,8 +56,7 @@ def every_collective(rank: int) -> dict[str, list[bool]]:
     """Call the collectives that sites are named after; return where this rank's results were damaged."""
     changed = {}
     for site in COLLECTIVES:
-        register_faulty(FaultPlan((Fault(site=site, rank=1, pattern="huge", lasts="sticky"),)))
-        group: Any = dist.new_group(backend="faulty")
+        group: Any = faulty_group(FaultPlan((Fault(site=site, rank=1, pattern="huge", lasts="sticky"),)))
         ones, four = torch.ones(4), torch.zeros(4)
         method_of(group, "all_to_all_single")(four, ones, [], []).wait()
         half = torch.zeros(2)
@@ -92,22 +84,15 @@ def test_every_site_damages_its_own_collective_on_its_own_rank() -> None:
     assert struck == {site: [site] for site in COLLECTIVES}
 
 
-def run_page(rank: int, port: int) -> bool:
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    names: dict[str, Any] = {"torch": torch, "store": store, "rank": rank}
+def run_page(rank: int) -> bool:
+    names: dict[str, Any] = {"torch": torch}
     for block in code_blocks(DOCS / "guards.md", "tests/faults/test_group.py"):
         exec(compile(block, "guards.md", "exec"), names)
     values = [torch.ones(6) for _ in range(4)]
     for tensor in values:
-        dist.all_reduce(tensor)
+        names["group"].allreduce([tensor]).wait()
     return [bool((tensor != 2).any()) for tensor in values] == [False, False, rank == 1, False]
 
 
 def test_the_page_damages_the_third_all_reduce_of_rank_1() -> None:
-    store = host_store("127.0.0.1", 0)
-    assert run_ranks(2, run_page, store.port, backend=None) == [True, True]
-
-
-def test_a_name_of_torchs_own_is_refused() -> None:
-    with pytest.raises(ConfigError, match="gloo"):
-        register_faulty(FaultPlan(), "gloo")
+    assert run_ranks(2, run_page) == [True, True]

@@ -18,7 +18,7 @@ from stretto_lab.recipes.gpt import Shape, causal_lm
 from stretto_lab.recipes.language import Documents, OwnTokens
 from stretto_lab.recipes.rows import Heldout, divided, read_rows
 from stretto_lab.recipes.task import Task
-from stretto_lab.recipes.text import BytePairs, FolderTokens
+from stretto_lab.recipes.text import Subwords
 from stretto_lab.testing import differing
 from stretto_lab.train.outcome import check_folder
 from tests.recipes.files import (
@@ -30,7 +30,7 @@ from tests.recipes.files import (
     write_lines,
 )
 
-BYTES = BytePairs((), 257)
+BYTES = Subwords.trained((), 257)
 END = BYTES.end
 (NEW_LINE,) = BYTES.encode(b"\n")
 ALONE = {"rank": 0, "world_size": 1, "seed": 0}
@@ -168,7 +168,7 @@ def test_a_run_ends_with_a_folder_that_transformers_reads(files: Path) -> None:
     transformers = importlib.import_module("transformers")
     published = transformers.AutoModelForCausalLM.from_pretrained("run/model").state_dict()
     assert differing(parameters("run"), {name: published[name] for name in parameters("run")}) == []
-    assert FolderTokens("run/model").encode(b"the cat") == FolderTokens(str(files / "tokens")).encode(
+    assert Subwords.read("run/model").encode(b"the cat") == Subwords.read(str(files / "tokens")).encode(
         b"the cat"
     )
 
@@ -181,10 +181,10 @@ def test_a_tokenizer_is_trained_once_and_then_read_from_the_folder_of_the_run(fi
     assert kept.own_tokens.folder == "run/tokenizer"
     Path("run").mkdir()
     first = next(iter(kept.build(0, 1, 0, None).loader))
-    again = FolderTokens("run/tokenizer")
+    again = Subwords.read("run/tokenizer")
     assert (again.vocabulary, again.end) == (270, 0)
     text = "the cat saw ünïcödé  \n"
-    trained = BytePairs([row["text"].encode() for row in options._sides().train], 270)
+    trained = Subwords.trained([row["text"].encode() for row in options._sides().train], 270)
     assert again.encode(text.encode()) == trained.encode(text.encode())
     # What it was trained on does not matter any more.
     other = replace(kept, data=str(files / "lines.txt"), documents=Documents(unit="line"))
@@ -249,7 +249,7 @@ def test_wrong_folders_and_what_does_not_fit_are_named(files: Path) -> None:
         if file:
             Path(folder, file).write_text(content)
     Path("bad.parquet").write_bytes(b"PAR1 and so on")
-    BytePairs([story.encode() for story in STORIES], 270).write(Path("larger"))
+    Subwords.trained([story.encode() for story in STORIES], 270).write(Path("larger"))
     for settings, named in WRONG:
         found = {
             name: str(files / value) if value in ("model", "saved") else value
@@ -267,5 +267,5 @@ def test_the_command_line_trains_with_a_reader_and_keeps_the_tokenizer_for_a_res
     assert main(["train", "language", "--task.data", str(files / "stories.jsonl"), *words.split()]) == 0
     assert capfd.readouterr().err == ""
     assert len(read_json_lines(Path("run/updates.jsonl"))) == 2
-    assert FolderTokens("run/tokenizer").vocabulary == 257
+    assert Subwords.read("run/tokenizer").vocabulary == 257
     check_folder(Path("run"), resume=True)

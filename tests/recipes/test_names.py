@@ -25,7 +25,7 @@ from stretto import errors
 from stretto_lab import recipes
 from stretto_lab.recipes.corpus import Text
 from stretto_lab.recipes.rows import read_rows
-from stretto_lab.recipes.text import BytePairs
+from stretto_lab.recipes.text import Subwords
 
 def complaint(call):
     try:
@@ -35,7 +35,7 @@ def complaint(call):
 
 print(json.dumps([
     complaint(lambda: recipes.StdlibGPT(data=Text(megabytes=0.1)).build(0, 1, 0, None)),
-    complaint(lambda: BytePairs([], 257)),
+    complaint(lambda: Subwords.trained([], 257)),
     complaint(lambda: read_rows("saved")),
     complaint(lambda: recipes.DigitsResNet().build(0, 1, 0, None)),
 ]))

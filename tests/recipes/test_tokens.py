@@ -9,17 +9,17 @@ import torch
 
 from stretto import errors
 from stretto_lab.recipes.corpus import Text, read_corpus
-from stretto_lab.recipes.text import END, IGNORED, BytePairs, Bytes, Tokens, Windows
+from stretto_lab.recipes.text import END, IGNORED, Bytes, Subwords, Tokens, Windows
 
 DOCUMENTS = list(read_corpus(Text(megabytes=0.03)).train.values())
-PAIRS = BytePairs(DOCUMENTS, 400)
+PAIRS = Subwords.trained(DOCUMENTS, 400)
 
 TRAIN = """
 import json
 from stretto_lab.recipes.corpus import Text, read_corpus
-from stretto_lab.recipes.text import BytePairs
+from stretto_lab.recipes.text import Subwords
 DOCUMENTS = list(read_corpus(Text(megabytes=0.03)).train.values())
-print(json.dumps(BytePairs(DOCUMENTS, 400).stream(DOCUMENTS).tolist()))
+print(json.dumps(Subwords.trained(DOCUMENTS, 400).stream(DOCUMENTS).tolist()))
 """
 
 
@@ -45,7 +45,7 @@ def test_every_process_trains_the_same_pairs() -> None:
 
 def test_a_text_too_short_for_the_vocabulary_is_refused() -> None:
     with pytest.raises(errors.ConfigError, match="too short for a BPE of 5000 tokens"):
-        BytePairs([b"a few words"], 5000)
+        Subwords.trained([b"a few words"], 5000)
 
 
 def test_every_token_but_the_first_is_a_target_once() -> None:

@@ -17,12 +17,12 @@ from stretto_lab.recipes.corpus import Text
 from stretto_lab.recipes.digits_resnet import DigitsResNet
 from stretto_lab.recipes.stdlib_gpt import StdlibGPT
 from stretto_lab.recipes.task import TaskConfig
-from stretto_lab.recipes.text import BytePairs
+from stretto_lab.recipes.text import Subwords
 from tests.kit.loaders import loader_faults
 
 SAMPLES, SIZE = 23, 3
 PER_EPOCH = SAMPLES // SIZE
-BYTES = BytePairs((), 257)
+BYTES = Subwords.trained((), 257)
 
 
 class Rows:
@@ -35,10 +35,8 @@ class Rows:
         return indices.unsqueeze(1).repeat(1, 2)
 
 
-def batches_of(
-    rank: int, world_size: int, kind: type[MicroBatches[Any]] = MicroBatches, **options: Any
-) -> MicroBatches[Any]:
-    return kind(Rows(), SIZE, rank=rank, world_size=world_size, seed=5, **options)
+def batches_of(rank: int, world_size: int) -> MicroBatches[Any]:
+    return MicroBatches(Rows(), SIZE, rank=rank, world_size=world_size, seed=5)
 
 
 @cache
@@ -106,11 +104,6 @@ PASSES: dict[str, Any] = {
 }
 SOUND: dict[str, tuple[Callable[[int, int], Any], int, dict[str, Any]]] = {
     "micro-batches": (batches_of, PER_EPOCH, {"ranks": (1, 2, 3, 4), "reshard": reshard}),
-    "micro-batches with an end": (
-        partial(batches_of, micro_batches=PER_EPOCH),
-        PER_EPOCH,
-        {"endless": False},
-    ),
     "digits": (partial(recipes, DigitsResNet(batch=200)), 1438 // 200, {"reshard": reshard}),
     "stdlib": (partial(recipes, STDLIB), -1, {"reshard": reshard}),
     "packed": (

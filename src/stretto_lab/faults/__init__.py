@@ -1,6 +1,6 @@
 """Faults as data, and what puts them into a running job, to measure what guards notice."""
 
-from stretto_lab.faults.group import FaultyGroup, register_faulty
+from stretto_lab.faults.group import FaultyGroup
 from stretto_lab.faults.injector import Application, Injector
 from stretto_lab.faults.memory import strike_memory
 from stretto_lab.faults.plan import (
@@ -26,6 +26,5 @@ __all__ = [
     "FaultyGroup",
     "Injector",
     "parse_faults",
-    "register_faulty",
     "strike_memory",
 ]

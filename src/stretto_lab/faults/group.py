@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from stretto.groups.collectives import Call
 from stretto.groups.followed import FollowedWork
 from stretto.groups.private import part_of, private_group
-from stretto.groups.wrapped import WrappedGroup, register_over_gloo
+from stretto.groups.wrapped import WrappedGroup
 from stretto_lab.faults.injector import Injector
-from stretto_lab.faults.plan import FaultPlan, Site
+from stretto_lab.faults.plan import Site
 
 _SITES: Mapping[str, Site] = MappingProxyType(
     {
@@ -28,44 +27,18 @@ _SITES: Mapping[str, Site] = MappingProxyType(
 """The site of values that arrive by each collective; other collectives are not damaged."""
 
 
-def register_faulty(plan: FaultPlan, name: str = "faulty") -> None:
-    """Make `name` a backend of `torch.distributed`: Gloo, whose results are damaged by `plan`.
-
-    To be called on every rank before `init_process_group(backend=name)`. All groups that a process makes with one
-    registration share one injector: `FaultyGroup.injector`.
-
-    Raises:
-        ConfigError: `name` is a backend of torch's own.
-    """
-    injectors: dict[int, Injector] = {}
-
-    def wrap(inner: dist.ProcessGroup, store: Store) -> FaultyGroup:
-        injector = injectors.setdefault(inner.rank(), Injector(plan, inner.rank()))
-        return FaultyGroup(inner, injector, store, name)
-
-    register_over_gloo(name, wrap)
-
-
 class FaultyGroup(WrappedGroup):
     """A process group over an inner one; an injector may damage the results of its collectives.
 
     Args:
         inner: Performs the collectives.
         injector: Of this rank.
-        store: Of this group; None for the inner group's.
-        backend_name: The name under which torch knows the group, if it does.
     """
 
     may_wait_again = True
 
-    def __init__(
-        self,
-        inner: dist.ProcessGroup,
-        injector: Injector,
-        store: Store | None = None,
-        backend_name: str = "faulty",
-    ) -> None:
-        super().__init__(inner, store, backend_name)
+    def __init__(self, inner: dist.ProcessGroup, injector: Injector) -> None:
+        super().__init__(inner, None, "faulty")
         self.injector = injector
 
     def perform(self, call: Call) -> dist.Work:

@@ -82,7 +82,7 @@ class Deal:
 
 
 class MicroBatches(Generic[Batch]):
-    """One rank's share of the global order.
+    """One rank's share of the global order, without end.
 
     Args:
         samples: What the micro-batches are made of.
@@ -90,8 +90,6 @@ class MicroBatches(Generic[Batch]):
         rank: This rank, from 0.
         world_size: Number of ranks that share the order.
         seed: Decides the order; not negative, equal on every rank.
-        micro_batches: Length of the global order, all ranks together; None never ends. Where the world size
-            does not divide it, the first ranks get one more.
         workers: Processes that call `samples.batch` ahead of the loop; 0 calls it in the loop. The order and the
             saved states are the same. An iterator with workers runs ahead: begin another iterator, or load a state,
             only after its end.
@@ -108,7 +106,6 @@ class MicroBatches(Generic[Batch]):
         rank: int,
         world_size: int,
         seed: int,
-        micro_batches: int | None = None,
         workers: int = 0,
     ) -> None:
         if size < 1 or len(samples) < size:
@@ -124,7 +121,6 @@ class MicroBatches(Generic[Batch]):
         self.size = size
         self.rank = rank
         self.seed = seed
-        self.micro_batches = micro_batches
         self.workers = workers
         self.per_epoch = len(samples) // size
         self.consumed = 0
@@ -139,25 +135,17 @@ class MicroBatches(Generic[Batch]):
     def at(self, rank: int, world_size: int) -> "MicroBatches[Batch]":
         """Return the same order from its beginning, as one rank of so many takes it; nothing is read or built."""
         return MicroBatches(
-            self.samples,
-            self.size,
-            rank=rank,
-            world_size=world_size,
-            seed=self.seed,
-            micro_batches=self.micro_batches,
-            workers=self.workers,
+            self.samples, self.size, rank=rank, world_size=world_size, seed=self.seed, workers=self.workers
         )
 
     def _read(self) -> Iterator[Batch]:
-        while self.micro_batches is None or self.position < self.micro_batches:
+        while True:
             yield self.samples.batch(self._indices(self.position))
 
     def _read_ahead(self) -> Iterable[Batch]:
-        places = (self._place(taken) for taken in itertools.count(self.consumed))
-        end = self.micro_batches
         return DataLoader(
             _Reading(self.samples),  # type: ignore[arg-type]  # DataLoader needs __getitem__ alone
-            sampler=map(self._indices, itertools.takewhile(lambda place: end is None or place < end, places)),
+            sampler=map(self._indices, map(self._place, itertools.count(self.consumed))),
             batch_size=None,
             num_workers=self.workers,
             worker_init_fn=_begin_reading,

@@ -29,10 +29,7 @@ class DigitsResNet:
     """Of its losses."""
 
     width: int = 16
-    """Channels of the first stage; the third has four times as many."""
-
-    blocks: int = 1
-    """Residual blocks per stage."""
+    """Channels of the first block; the third has four times as many."""
 
     batch: int = 32
     """Images per micro-batch; at least 2, because batch normalisation takes its statistics from them."""
@@ -51,12 +48,12 @@ class DigitsResNet:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_at_least(self, width=1, blocks=1, batch=2, lr=0)
+        check_at_least(self, width=1, batch=2, lr=0)
 
     def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
         """Build the task of one rank; see `TaskConfig.build` for arguments and errors."""
         train, heldout = load_digits()
-        model = ResNet(width=self.width, blocks=self.blocks, classes=CLASSES, seed=seed)
+        model = ResNet(self.width, seed)
         lr = {"sgd": 0.05, "adamw": 0.003}[self.optimizer] if self.lr is None else self.lr
         optimizer = (self.sgd if self.optimizer == "sgd" else AdamW()).build(model, lr)
         return Task(
@@ -118,31 +115,24 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Sequential):
-    """Three stages of `blocks` blocks, the second and third with doubled width at half the resolution.
+    """Three residual blocks, the second and third with doubled width at half the resolution.
 
     Args:
-        width: Channels of the first stage.
-        blocks: Blocks per stage.
-        classes: Number of logits.
+        width: Channels of the first block.
         seed: Decides the initial parameters; the caller's random state is not changed.
     """
 
-    def __init__(self, *, width: int, blocks: int, classes: int, seed: int) -> None:
+    def __init__(self, width: int, seed: int) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             super().__init__(
                 nn.Conv2d(1, width, 3, padding=1, bias=False),
                 nn.BatchNorm2d(width),
                 nn.ReLU(),
-                *stage(width, width, blocks, stride=1),
-                *stage(width, 2 * width, blocks, stride=2),
-                *stage(2 * width, 4 * width, blocks, stride=2),
+                Block(width, width, stride=1),
+                Block(width, 2 * width, stride=2),
+                Block(2 * width, 4 * width, stride=2),
                 nn.AdaptiveAvgPool2d(1),
                 nn.Flatten(),
-                nn.Linear(4 * width, classes),
+                nn.Linear(4 * width, CLASSES),
             )
-
-
-def stage(channels_in: int, channels: int, blocks: int, stride: int) -> list[Block]:
-    """Return the blocks of one stage; the first one changes width and resolution."""
-    return [Block(channels_in, channels, stride), *(Block(channels, channels, 1) for _ in range(blocks - 1))]

@@ -18,7 +18,7 @@ from stretto_lab.recipes.optimizers import AdamW, LanguageOptimizer, Schedule, l
 from stretto_lab.recipes.rows import Heldout, Sides, Unit, check_column, read_sides
 from stretto_lab.recipes.stdlib_gpt import next_token_loss
 from stretto_lab.recipes.task import Task, extra, mean_loss
-from stretto_lab.recipes.text import BytePairs, FolderTokens, Tokens, Window, sampled
+from stretto_lab.recipes.text import Subwords, Window, sampled
 
 BYTES = 257
 """Tokens of a BPE that has learned nothing: the bytes, and the end of a document."""
@@ -189,15 +189,15 @@ class Language:
     def _given_tokenizer(self) -> str | None:
         return self.tokenizer or tokenizer_of(self.model)
 
-    def _tokens(self, rows: Any, rank: int) -> BytePairs | FolderTokens:
+    def _tokens(self, rows: Any, rank: int) -> Subwords:
         """Return the tokenizer; where one is made, rank 0 writes it."""
         given = self._given_tokenizer()
         if given is not None:
-            return FolderTokens(given)
+            return Subwords.read(given)
         own = self.own_tokens
         if own.folder is not None and Path(own.folder).is_dir():
-            return FolderTokens(own.folder)
-        made = BytePairs(self._texts(rows) if own.vocabulary > BYTES else (), own.vocabulary)
+            return Subwords.read(own.folder)
+        made = Subwords.trained(self._texts(rows) if own.vocabulary > BYTES else (), own.vocabulary)
         if own.folder is not None and rank == 0:
             replace_folder(Path(own.folder), made.write)
         return made
@@ -213,7 +213,7 @@ class Language:
                 break
         return texts
 
-    def _blocks(self, heldout: Any, tokens: Tokens) -> list[Window]:
+    def _blocks(self, heldout: Any, tokens: Subwords) -> list[Window]:
         """Return the first held-out documents, in a row and cut into blocks."""
         needed = self.heldout.samples * self.length + 1
         stream: list[int] = []
@@ -225,9 +225,7 @@ class Language:
         return [windows.batch(indices) for indices in torch.arange(len(windows)).split(self.batch)]
 
 
-def _publish(
-    model: Any, tokens: BytePairs | FolderTokens, state: Mapping[str, torch.Tensor], folder: Path
-) -> None:
+def _publish(model: Any, tokens: Subwords, state: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Write what `from_pretrained` reads: safetensors, of LoRA the adapters alone, and the tokenizer."""
     tokens.write(folder)
     logging = extra("transformers.utils.logging", "a model folder")

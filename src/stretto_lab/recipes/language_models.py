@@ -146,16 +146,8 @@ def with_lora(model: nn.Module, rank: int, alpha: float, seed: int) -> nn.Module
         MissingExtra: `peft` is not installed.
     """
     peft = extra("peft", "LoRA (lora_rank)")
-    conv1d = extra("transformers", "LoRA").pytorch_utils.Conv1D
-    adapters = peft.LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        target_modules="all-linear",
-        task_type="CAUSAL_LM",
-        # GPT-2 stores its matrices the other way round.
-        fan_in_fan_out=any(isinstance(module, conv1d) for module in model.modules()),
-    )
-    # The warnings are those of one library about the other.
+    adapters = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+    # One warning says that GPT-2 stores its matrices the other way round, which peft then heeds.
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
         torch.manual_seed(seed)
         adapted: nn.Module = peft.get_peft_model(model, adapters)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -41,72 +41,29 @@ class Bytes:
         return bytes(tokens).decode("utf-8", "replace")
 
 
-class BytePairs:
-    """A byte-level BPE, trained on `documents`: the same documents give the same tokens in every process.
+class Subwords:
+    """A tokenizer of `transformers`, such as a model folder has.
 
     Args:
-        documents: The texts that it is trained on.
-        vocabulary: Number of tokens to reach, `END` included.
-
-    Raises:
-        ConfigError: The documents are too short for that many tokens.
-        MissingExtra: `tokenizers` is not installed.
+        tokenizer: It, with a token for the end of a text.
     """
 
-    end = END
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.end: int = tokenizer.eos_token_id
+        self.vocabulary: int = len(tokenizer)
 
-    def __init__(self, documents: Iterable[bytes], vocabulary: int) -> None:
-        tokenizers = extra("tokenizers", "a BPE trained on the spot")
-        byte_level = tokenizers.pre_tokenizers.ByteLevel
-        self._tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-        self._tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
-        self._tokenizer.decoder = tokenizers.decoders.ByteLevel()
-        trainer = tokenizers.trainers.BpeTrainer(
-            vocab_size=vocabulary,
-            special_tokens=["<end>"],  # the first special token has number 0, which is END
-            initial_alphabet=byte_level.alphabet(),
-            show_progress=False,
-        )
-        self._tokenizer.train_from_iterator((_text(document) for document in documents), trainer)
-        self.vocabulary: int = self._tokenizer.get_vocab_size()
-        if self.vocabulary != vocabulary:
-            raise errors.ConfigError(
-                f"the training text is too short for a BPE of {vocabulary} tokens: it gave "
-                f"{self.vocabulary}; lower the vocabulary or give more text"
-            )
+    @classmethod
+    def read(cls, folder: str) -> Self:
+        """Return the tokenizer in a folder that `AutoTokenizer` knows; no code in it is run.
 
-    def encode(self, document: bytes) -> list[int]:
-        return list(self._tokenizer.encode(_text(document)).ids)
-
-    def stream(self, documents: Iterable[bytes]) -> Tensor:
-        encodings = self._tokenizer.encode_batch_fast([_text(document) for document in documents])
-        return torch.cat([torch.tensor([*encoding.ids, END], dtype=torch.int32) for encoding in encodings])
-
-    def decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens))
-
-    def write(self, folder: Path) -> None:
-        """Write what `FolderTokens`, and `transformers`, can read into a folder."""
-        transformers = extra("transformers", "a tokenizer in a folder")
-        whole = transformers.PreTrainedTokenizerFast(tokenizer_object=self._tokenizer, eos_token="<end>")
-        whole.save_pretrained(folder)
-
-
-class FolderTokens:
-    """The tokenizer in a folder of `transformers`, from a model or written by `BytePairs`.
-
-    Args:
-        folder: With `tokenizer.json` or what else `AutoTokenizer` knows. Code in it is not run.
-
-    Raises:
-        ConfigError: It cannot be read, or has no token for the end of a text.
-        MissingExtra: `transformers` is not installed.
-    """
-
-    def __init__(self, folder: str) -> None:
+        Raises:
+            ConfigError: It cannot be read, or has no token for the end of a text.
+            MissingExtra: `transformers` is not installed.
+        """
         transformers = extra("transformers", "a tokenizer in a folder")
         try:
-            self._tokenizer = transformers.AutoTokenizer.from_pretrained(
+            found = transformers.AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # whatever a file of other people makes the reader raise
@@ -114,10 +71,37 @@ class FolderTokens:
             raise errors.ConfigError(
                 f"{folder} holds no tokenizer that can be read: {reason}; set tokenizer"
             ) from error
-        if self._tokenizer.eos_token_id is None:
+        if found.eos_token_id is None:
             raise errors.ConfigError(f"the tokenizer in {folder} has no eos_token, which must end a text")
-        self.end: int = self._tokenizer.eos_token_id
-        self.vocabulary: int = len(self._tokenizer)
+        return cls(found)
+
+    @classmethod
+    def trained(cls, documents: Iterable[bytes], vocabulary: int) -> Self:
+        """Return a byte-level BPE of so many tokens, `END` included; equal documents give equal tokens everywhere.
+
+        Raises:
+            ConfigError: The documents are too short for that many tokens.
+            MissingExtra: `tokenizers` or `transformers` is not installed.
+        """
+        tokenizers = extra("tokenizers", "a BPE trained on the spot")
+        byte_level = tokenizers.pre_tokenizers.ByteLevel
+        pairs = tokenizers.Tokenizer(tokenizers.models.BPE())
+        pairs.pre_tokenizer = byte_level(add_prefix_space=False)
+        pairs.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=["<end>"],  # the first special token has number 0, which is END
+            initial_alphabet=byte_level.alphabet(),
+            show_progress=False,
+        )
+        pairs.train_from_iterator((_text(document) for document in documents), trainer)
+        if (size := pairs.get_vocab_size()) != vocabulary:
+            raise errors.ConfigError(
+                f"the training text is too short for a BPE of {vocabulary} tokens: it gave {size}; lower the "
+                "vocabulary or give more text"
+            )
+        transformers = extra("transformers", "a BPE trained on the spot")
+        return cls(transformers.PreTrainedTokenizerFast(tokenizer_object=pairs, eos_token="<end>"))
 
     def encode(self, document: bytes) -> list[int]:
         return list(self._tokenizer.encode(_text(document), add_special_tokens=False, verbose=False))
@@ -131,11 +115,11 @@ class FolderTokens:
         return str(self._tokenizer.decode(tokens))
 
     def write(self, folder: Path) -> None:
-        """Write the same into another folder."""
+        """Write what `read`, and `transformers`, can read into a folder."""
         self._tokenizer.save_pretrained(folder)
 
 
-Tokens = Bytes | BytePairs | FolderTokens
+Tokens = Bytes | Subwords
 """What cuts text into numbers below its `vocabulary`; `Bytes` says what its methods do."""
 
 
