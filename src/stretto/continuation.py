@@ -26,7 +26,8 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from stretto.engine.accumulation import GradientBuffer, Totals
-from stretto.engine.buffer_sync import at, is_same
+from stretto.engine.buffer_sync import at, is_same, owner_of
+from stretto.engine.buffers import are_alike
 from stretto.engine.job import Job
 from stretto.engine.options import Options
 from stretto.engine.report import RankReport, RoundReport, Vote
@@ -222,9 +223,12 @@ class Continuation:
         self._publish_anew(state["job"])
         mine = state["rank"][str(self._rank)] if "rank" in state else None
         if mine is not None:
-            buffers = _named_buffers(self.job.model.model)
-            for name, value in mine["buffers"].items():
-                buffers[name].copy_(value)
+            for name, buffer in _named_buffers(self.job.model.model).items():
+                value = mine["buffers"].get(name)
+                if value is not None and are_alike(value, buffer):
+                    buffer.copy_(value)
+                elif value is not None:  # batches ahead of the update have given it another shape
+                    setattr(*owner_of(self.job.model.model, name), at(value, self._device))
         self.job.exchange.load_residuals(self._residuals(state))
         replicas = {} if mine is None else mine["replicas"]
         if "replica" in state:

@@ -1,5 +1,6 @@
-"""Modules whose buffers take their kind while training, and which load by a rule of their own."""
+"""Modules whose buffers take their kind while training: what passes a save loads into a fresh model."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -7,67 +8,105 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stretto import DataParallel, Options, checkpoint
-from stretto.errors import TornCheckpoint
+from stretto import ACCO, DataParallel, Options, ZeRO1, checkpoint
+from stretto.errors import CheckpointError, TornCheckpoint
 from tests.bits import unequal
+from tests.draws import draws
+
+FIRST = {"none": None, "empty": torch.empty(0), "whole": torch.ones(4), "short": torch.ones(2, 4)}
 
 
 class Late(nn.Module):
-    """Takes its scale from the first batch, as observers of quantisers do."""
+    """Takes buffers while training, as observers, caches and banks do; a subclass loads by a rule of its own."""
 
-    def __init__(self, scale: Tensor | None) -> None:
+    def __init__(self, first: str, how: str, begins: int) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layer = nn.Linear(4, 1)
-        self.register_buffer("scale", scale)
+        self.register_buffer("bank", None if (one := FIRST[first]) is None else one.clone())
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.how, self.begins = how, begins
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.scale is None or not self.scale.numel():
-            self.scale = x.abs().amax(0)
-        return self.layer(x / self.scale)
+        self.calls += self.training
+        if self.calls > self.begins and self.how == "scale":
+            self.bank = x.abs().amax(0).detach()
+        elif self.calls > self.begins and self.how == "grow" and self.bank is not None:
+            self.bank = torch.cat([self.bank.reshape(-1, 4), x.detach()])
+        elif self.calls > self.begins and self.how == "register" and not hasattr(self.layer, "seen"):
+            self.layer.register_buffer("seen", x.detach().sum(0))
+        elif self.bank is not None:
+            self.bank += x.detach().sum()
+        return self.layer(x)
 
+
+class Own(Late):
     def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
-        if prefix + "scale" in state:
-            self.scale = torch.empty_like(state[prefix + "scale"])
+        if prefix + "bank" in state:
+            self.bank = torch.empty_like(state[prefix + "bank"])
         super()._load_from_state_dict(state, prefix, *rest)
 
 
-def job_of(scale: Tensor | None) -> tuple[nn.Module, DataParallel]:
-    model = nn.Sequential(Late(None if scale is None else scale.clone()))
+def job_of(seed: int) -> tuple[nn.Module, DataParallel]:
+    draw = random.Random(seed)
+    kind, first, begins = draw.choice([Late, Own]), draw.choice([*FIRST]), draw.randrange(9)
+    model = nn.Sequential(kind(first, draw.choice(["scale", "grow", "register", "no"]), begins))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    return model, DataParallel(model, optimizer, options=Options(bucket_bytes=1024))
+    strategy, options = draw.choice([ZeRO1(), ACCO()]), Options(bucket_bytes=1024)
+    return model, DataParallel(model, optimizer, strategy, micro_batches=2, options=options)
 
 
-def train(model: nn.Module, job: DataParallel, updates: range) -> None:
-    for update in updates:
-        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(update))
+def train(model: nn.Module, job: DataParallel, number: int, until: int) -> int:
+    """Train up to an update, beginning with a batch; return the number of the next."""
+    while job.steps < until:
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
         job.backward((model(x) - x.sum(1, keepdim=True)).square().mean())
+        number += 1
+    return number
 
 
-@pytest.mark.parametrize("scale", [None, torch.empty(0)], ids=["none", "empty"])
-def test_they_load_into_a_fresh_model_and_go_on_to_the_bit(scale: Tensor | None, tmp_path: Path) -> None:
-    model, job = job_of(scale)
-    train(model, job, range(3))
-    checkpoint.save(job, tmp_path)
-    train(model, job, range(3, 6))
-    job.finish()
-    again, job = job_of(scale)
-    checkpoint.load(job, tmp_path)
-    train(again, job, range(3, 6))
-    job.finish()
-    assert unequal(model.state_dict().values(), again.state_dict().values()) == []
+def test_what_passes_a_save_loads_as_in_plain_pytorch_and_all_else_is_refused_at_once(tmp_path: Path) -> None:
+    """A model that plain PyTorch loads continues to the bit; any other is refused by the save that would not load."""
+    for seed in draws(60):
+        model, job = job_of(seed)
+        fresh, again = job_of(seed)
+        at = 1 + seed % 5
+        for saved in (0, at):
+            number = train(model, job, 0, saved)
+            try:
+                with job.settled():
+                    fresh.load_state_dict(model.state_dict())
+                loads = {name: one.dtype for name, one in fresh.state_dict().items()}
+            except RuntimeError:
+                loads = {}
+            if loads:
+                checkpoint.save(job, tmp_path / str(seed))
+                continue
+            with pytest.raises(CheckpointError, match=r"fresh model does not load .*: give buffers that"):
+                checkpoint.save(job, tmp_path / str(seed))
+        again.leave()
+        fresh, again = job_of(seed)
+        restored = checkpoint.load(again, tmp_path / str(seed))
+        assert restored.step == (at if loads else 0), seed
+        if loads:
+            for one, other in ((model, job), (fresh, again)):
+                train(one, other, number, 7)
+                other.finish()
+            assert unequal(model.state_dict().values(), fresh.state_dict().values()) == [], seed
 
 
 def test_a_damaged_checkpoint_leaves_them_as_they_were(tmp_path: Path) -> None:
-    model, job = job_of(None)
-    train(model, job, range(3))
+    seed = next(
+        seed for seed in range(99) if type(job_of(seed)[0][0]) is Own and job_of(seed)[0][0].bank is None
+    )
+    model, job = job_of(seed)
+    model[0].bank = torch.ones(3, 4)
     path = checkpoint.save(job, tmp_path)
-    job.finish()
     (data,) = path.glob("*.share")
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
-    fresh, job = job_of(None)
+    fresh, job = job_of(seed)
     with pytest.raises(TornCheckpoint):
         checkpoint.load(job, tmp_path)
-    assert fresh[0].scale is None
+    assert fresh[0].bank is None

@@ -21,8 +21,9 @@ from stretto.checkpoint.manifest import Manifest
 from stretto.checkpoint.ranks import Ranks, check_job
 from stretto.checksums import bytes_of
 from stretto.continuation import Continuation, Loader, check_loader, unpack_entries
-from stretto.dealing import Holding, check_whole, in_order, models
+from stretto.dealing import Holding, check_whole, differences, in_order, kinds_of, models
 from stretto.disk import folder_of, replace_file
+from stretto.engine.buffers import are_alike
 from stretto.engine.state import State
 from stretto.errors import CheckpointError, ConfigError, TornCheckpoint
 from stretto.fields import check_callable, shown
@@ -96,6 +97,7 @@ def continued(
     parallel.leave()
     following = begin()
     check_job(following)
+    following.job.model.first_buffers = parallel.job.model.first_buffers
     load(following, [held], loader=loader)
     return following
 
@@ -324,37 +326,102 @@ def _grown(model: nn.Module, saved: Kinds) -> Iterator[None]:
     """
     before: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
     try:
-        for path, module in model.named_modules():
-            if type(module)._load_from_state_dict is nn.Module._load_from_state_dict:
-                continue
-            prefix = original_name(f"{path}.") if path else ""
-            kinds = {
-                name: kind
-                for name, kind in saved.items()
-                if kind is not None and name.rpartition(".")[0] == prefix.removesuffix(".")
-            }
+        for prefix, module in _modules(model):
             held = module._buffers
-            if all(
-                (found := held.get(name.removeprefix(prefix))) is not None
-                and kind == (found.shape, found.dtype)
-                for name, kind in kinds.items()
-                if name.removeprefix(prefix) not in module._parameters
-            ):
-                continue
-            before.append((module, dict(held)))
-            values = {
-                **{name: torch.zeros(kind.shape, dtype=kind.dtype) for name, kind in kinds.items()},
-                **{
-                    prefix + name: one.detach() for name, one in module._parameters.items() if one is not None
-                },
-            }
-            module._load_from_state_dict(values, prefix, {}, False, [], [], [])
+            taken = _taken(module, prefix, held, saved)
+            if taken is not held:
+                before.append((module, dict(held)))
+                held |= {name: one for name, one in taken.items() if not are_alike(one, held.get(name))}
         yield
     except BaseException:
         for module, held in before:
             module._buffers.clear()
             module._buffers.update(held)
         raise
+
+
+def check_loads(model: nn.Module, first: Mapping[str, Tensor], saved: Kinds) -> None:
+    """Raise unless a fresh model loads what this one saves.
+
+    Args:
+        model: Has taken its steps.
+        first: Its buffers when it was wrapped, by name.
+        saved: The kinds of the entries that it saves.
+
+    Raises:
+        CheckpointError: Says which buffers it does not load.
+    """
+    fresh = dict(saved)
+    for prefix, module in _modules(model):
+        now = module._buffers
+        held = {name: first.get(prefix + name) for name in now}
+        if all(map(are_alike, held.values(), now.values())):
+            continue
+        for name, one in _taken(module, prefix, held, saved).items():
+            if prefix + name in saved and one is None:
+                del fresh[prefix + name]
+            elif prefix + name in saved:
+                fresh |= kinds_of({prefix + name: one})
+    if found := differences(saved, fresh):
+        raise CheckpointError(
+            f"a fresh model does not load what this one saves: {'; '.join(found)}: give buffers that change in "
+            "training their later shapes before the model is wrapped, a _load_from_state_dict that makes them, or "
+            "persistent=False"
+        )
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every module that has buffers, behind what its entries begin with."""
+    for path, module in model.named_modules():
+        if module._buffers:
+            yield original_name(f"{path}.") if path else "", module
+
+
+def _taken(
+    module: nn.Module, prefix: str, held: dict[str, Tensor | None], saved: Kinds
+) -> dict[str, Tensor | None]:
+    """Return a module's buffers `held` once tensors of the saved kinds are loaded into them; `held`, if all fit.
+
+    A twin loads them: the module itself stays as it is.
+    """
+    if type(module)._load_from_state_dict is nn.Module._load_from_state_dict:
+        return held
+    kinds = {
+        name: kind
+        for name, kind in saved.items()
+        if kind is not None and name.rpartition(".")[0] == prefix.removesuffix(".")
+    }
+    if all(
+        (found := held.get(name.removeprefix(prefix))) is not None and kind == (found.shape, found.dtype)
+        for name, kind in kinds.items()
+        if name.removeprefix(prefix) not in module._parameters
+    ):
+        return held
+    twin = _twin(module, held)
+    values = {
+        **{name: torch.zeros(kind.shape, dtype=kind.dtype) for name, kind in kinds.items()},
+        **{prefix + name: one for name, one in twin._parameters.items() if one is not None},
+    }
+    twin._load_from_state_dict(values, prefix, {}, False, [], [], [])
+    return twin._buffers
+
+
+def _twin(module: nn.Module, held: Mapping[str, Tensor | None]) -> nn.Module:
+    """Return a module to load into in the place of `module`, which stays as it is."""
+    twin = object.__new__(type(module))
+    vars(twin).update(
+        vars(module),
+        # `.data` counts writes of its own: the job's parameters remain unwritten.
+        _parameters={name: None if one is None else one.data for name, one in module._parameters.items()},
+        _buffers={
+            name: None if one is None else torch.zeros_like(one, device="cpu") for name, one in held.items()
+        },
+        _modules={
+            name: None if one is None else _twin(one, one._buffers) for name, one in module._modules.items()
+        },
+        _load_state_dict_pre_hooks={},
+    )
+    return twin
 
 
 def _shares_in(path: Path, ranks: Ranks) -> tuple[Path, list[Held]]:

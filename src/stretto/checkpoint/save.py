@@ -7,6 +7,7 @@ from typing import Any
 
 from stretto.checkpoint import files as folder
 from stretto.checkpoint.background import BackgroundSave, Step, wait
+from stretto.checkpoint.load import check_loads
 from stretto.checkpoint.manifest import Manifest, share_of
 from stretto.checkpoint.ranks import Ranks, check_job
 from stretto.continuation import Loader, check_loader
@@ -117,6 +118,7 @@ class _Writing:
 
     def __init__(self, parallel: DataParallel, keep: int, *, in_background: bool) -> None:
         self._keep = keep
+        self._parallel = parallel
         self._rank = parallel.rank
         self.in_background = in_background and not parallel.job.compute.lifetime.has_finished
 
@@ -125,7 +127,13 @@ class _Writing:
         return folder.writing(self.path.parent, self.path.name)
 
     def pack(self) -> None:
-        """Take the digests of this rank's share; copy it, where training continues before it is written."""
+        """Take the digests of this rank's share; copy it, where training continues before it is written.
+
+        Raises:
+            CheckpointError: A fresh model would not load it.
+        """
+        user = self._parallel.job.model
+        check_loads(user.model, user.first_buffers, models(self.held.kinds))
         written = self.held.written()
         self._share = written.num_bytes, written.digest
         self._chunks = iter([written.joined()]) if self.in_background else written.chunks()

@@ -74,7 +74,7 @@ class BufferSync:
         named = {
             name: buffer for name, buffer in floating.items() if choices.of(original_name(name)) != "alone"
         }
-        self._owners = [_owner_of(model, name) for name in named]
+        self._owners = [owner_of(model, name) for name in named]
         self.names = [original_name(name) for name in named]
         self.first = [index for index, name in enumerate(self.names) if choices.of(name) == "rank0"]
         """Those of which all ranks take rank 0's."""
@@ -349,7 +349,8 @@ def _averages(
     }
 
 
-def _owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that holds a buffer, and its name there."""
     path, _, attribute = name.rpartition(".")
     owners = path.split(".") if path else []
     return functools.reduce(getattr, owners, model), attribute  # scripted modules have no get_submodule

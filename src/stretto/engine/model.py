@@ -80,6 +80,10 @@ class UserModel:
         self._sizes = [len(one["params"]) for groups in self._groups for one in groups]
         self._memory = list(map(misuse.memory_of, parameters))
         self._keys = {original_name(key): key for key in model.state_dict()}
+        self.first_buffers = {
+            original_name(name): one.detach().to("meta") for name, one in model.named_buffers()
+        }
+        """Of which kinds buffers were when the model was wrapped, as in a fresh model that loads."""
         self._settled_until_training = False
         self._committed: Sequence[Tensor] | None = None
         """The values that `settle` shows."""
