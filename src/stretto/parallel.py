@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.continuation import Continuation
 from stretto.engine import Clock, Job, Options, Total, misuse
-from stretto.engine.accumulation import check_loss, check_weight
 from stretto.engine.failures import BACKEND_MARGIN_SECONDS
 from stretto.engine.round import Weighed, weighed
 from stretto.engine.state import JobState, State, load_given
@@ -204,11 +203,17 @@ class DataParallel:
             NonFinite: Some rank's loss or gradient is not finite, and the policy is to raise.
             CommunicationError: A rank died, raised or fell silent.
         """
-        with self._compute.lifetime.running():
-            check_loss(loss, self._compute.where)
-            weight = check_weight(weight, self._compute.where)
-            self._compute.backward(loss, weight)
-            return self._count(weight, loss.reshape(()), samples)
+        compute = self._compute
+        if compute.lifetime.ended_because is not None:
+            raise compute.lifetime.refusal()
+        try:
+            weight = _check_weight(weight, compute.where)
+            compute.backward(loss, weight)
+            samples = None if samples is None else misuse.read_samples(samples, compute.where)
+            return self.feeding.count(weight, loss.reshape(()), samples)
+        except BaseException as error:  # it ends the job on all ranks, as in `Lifetime.running`
+            compute.lifetime.end_with(error)
+            raise
 
     def micro_batch(
         self,
@@ -250,27 +255,27 @@ class DataParallel:
         Args and errors are as for `backward`; without a `loss` the records hold nan.
         """
         with self._compute.lifetime.running():
-            weight = check_weight(weight, self._compute.where)
+            weight = _check_weight(weight, self._compute.where)
+            samples = None if samples is None else misuse.read_samples(samples, self._compute.where)
             loss = None if loss is None else misuse.read_recorded_loss(loss, self._compute.where)
             self._compute.accumulation.set_apart()  # submitting a round makes every other .grad a view
             self._compute.submit_if_ready()
             self._compute.check_untouched()
             self._compute.accumulation.collect()
-            return self._count(weight, loss, samples)
+            return self.feeding.count(weight, loss, samples)
 
     @_not_traced
     def accumulate(self, loss: Tensor) -> None:
         """Run a backward pass for `end_micro_batch` to count; `loss` is multiplied by the micro-batch's weight."""
         with self._compute.lifetime.running():
-            check_loss(loss, self._compute.where)
             self._compute.backward(loss, 1.0)
 
     @_not_traced
     def end_micro_batch(self, weight: float, loss: Tensor | None, samples: int) -> Update | None:
         """Count the accumulated gradients, or zero if there are none; otherwise as `count_micro_batch`."""
         with self._compute.lifetime.running():
-            self.feeding.counts()
-            return self.feeding.arrived(self._compute.count(weight, loss, samples, samples, lacks=True))
+            self.feeding.check_fed()
+            return self.feeding.counted(self._compute.count(weight, loss, samples, samples, lacks=True))
 
     def commit(self) -> list[Update]:
         """Commit all counted micro-batches, and complete every round; return the updates that were not returned yet.
@@ -454,12 +459,13 @@ class DataParallel:
             if cause is not error:
                 raise cause from error
 
-    # Micro-batches
 
-    def _count(self, weight: float, loss: Tensor | None, samples: int | None) -> Update | None:
-        samples = (
-            self.feeding.num_samples if samples is None else misuse.read_samples(samples, self._compute.where)
-        )
-        self.feeding.counts()
-        fresh = self.feeding.input.note(loss, weight, samples)
-        return self.feeding.arrived(self._compute.count(weight, loss, samples, fresh))
+def _check_weight(weight: object, where: object) -> float:
+    """Return the weight of a micro-batch, if float32 holds gradients and their sums with it.
+
+    Raises:
+        ConfigError: It is no number, or too small or too large.
+    """
+    if not isinstance(weight, int | float) or not (weight == 0 or 1e-30 <= weight <= 1e30):
+        return misuse.read_weight(weight, where)
+    return float(weight)

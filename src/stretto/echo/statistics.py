@@ -29,59 +29,55 @@ class InputStatistics:
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
-        self._echo: EchoLoader[Any] | None = None
-        self._use = 0  # of the batch in hand
-        self._uses: list[int] = []
+        self.echo: EchoLoader[Any] | None = None
+        """The loader of the pass in progress, if it is one."""
+        self.uses: list[int] = []
+        """Which use each batch was that was given out since the last update; who gives one out adds it."""
+        self._last_use = 0  # of the batch in hand, where none was given out since
         self._mixed_before = 0
         self._wait_seconds = 0.0
         self._first_losses: list[tuple[Tensor, float]] = []
 
     def begin(self, loader: Iterable[Batch], updates: Updates) -> Iterator[Batch]:
         """Return an iterator over a pass of `loader`, whose batches go to `updates`."""
-        self._echo = loader if isinstance(loader, EchoLoader) else None
-        self._mixed_before = 0 if self._echo is None else self._echo.mixed_updates
-        return iter(loader) if self._echo is None else self._echo.over(updates)
+        self.echo = loader if isinstance(loader, EchoLoader) else None
+        self._mixed_before = 0 if self.echo is None else self.echo.mixed_updates
+        return iter(loader) if self.echo is None else self.echo.over(updates)
 
     def take(self, batches: Iterator[Any], nothing: object) -> tuple[Any, int]:
         """Return the next of `batches`, or `nothing` after the last one, and which use of it that is."""
-        waited = 0.0 if self._echo is None else self._echo.wait_seconds
+        waited = 0.0 if self.echo is None else self.echo.wait_seconds
         started = self._now()
         batch = next(batches, nothing)
         # An EchoLoader knows how long it waited; the rest of its time went into `place` and `transform`.
-        self._wait_seconds += (
-            self._now() - started if self._echo is None else self._echo.wait_seconds - waited
-        )
-        return batch, 1 if self._echo is None else self._echo.use_index
-
-    def begin_batch(self, use: int) -> None:
-        """Count a batch that is given out now; `use` is what `take` said of it."""
-        self._use = use
-        self._uses.append(use)
+        self._wait_seconds += self._now() - started if self.echo is None else self.echo.wait_seconds - waited
+        return batch, 1 if self.echo is None else self.echo.use_index
 
     def note(self, loss: Tensor | None, weight: float, samples: int) -> int:
         """Return how many of the samples of the batch in hand are at their first use: all or none.
 
         Keep its loss too, if an `EchoLoader` gave it for the first time; its value is read at the update.
         """
-        is_fresh = self._echo is None or self._use == 1
-        if self._echo is not None and is_fresh and loss is not None and weight > 0:
+        is_fresh = self.echo is None or (self.uses[-1] if self.uses else self._last_use) == 1
+        if self.echo is not None and is_fresh and loss is not None and weight > 0:
             self._first_losses.append((loss.detach(), weight))
         return samples if is_fresh else 0
 
     def fill(self, update: Update) -> Update:
         """Return `update` with the statistics since the update before it, and begin again."""
-        fresh = sum(use == 1 for use in self._uses)
-        mixed = 0 if self._echo is None else self._echo.mixed_updates
+        fresh = self.uses.count(1)
+        self._last_use = self.uses[-1] if self.uses else self._last_use
+        mixed = 0 if self.echo is None else self.echo.mixed_updates
         filled = dataclasses.replace(
             update,
             fresh=fresh,
-            echoed=len(self._uses) - fresh,
+            echoed=len(self.uses) - fresh,
             mixed=mixed - self._mixed_before,
-            uses=tuple(self._uses),
+            uses=tuple(self.uses),
             first_use_loss=_weighted_mean(self._first_losses),
             wait_seconds=self._wait_seconds,
         )
-        self._uses, self._wait_seconds, self._first_losses, self._mixed_before = [], 0.0, [], mixed
+        self.uses, self._wait_seconds, self._first_losses, self._mixed_before = [], 0.0, [], mixed
         return filled
 
 
@@ -92,6 +88,8 @@ def _weighted_mean(losses: list[tuple[Tensor, float]]) -> float:
 
 def num_samples(batch: object) -> int:
     """Return the length of the first tensor or array found in a batch, or 1: a record, for which no job may end."""
+    if type(batch) is Tensor:
+        return int(batch.size(0)) if batch.dim() else 1
     try:
         for leaf in leaves_of(batch):
             if (length := _length(leaf)) is not None:

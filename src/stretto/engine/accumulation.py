@@ -11,7 +11,7 @@ Note [Gradients of others]
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
-from typing import Self, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from stretto.engine import misuse
 from stretto.engine.early_reduction import EarlyReduction
 from stretto.flat import Layout
 
+Gradients = tuple[Tensor | None]
+"""The gradient of one parameter, as autograd hands it to a hook on a node."""
 _version = operator.attrgetter("_version")
 _gradient = operator.attrgetter("grad")
 
@@ -96,6 +98,8 @@ class Accumulation:
 
     def __init__(self, parameters: Sequence[Tensor], buffer: GradientBuffer) -> None:
         self.parameters = parameters
+        self.stand_in: Accumulation | None = None
+        """Receives the gradients in the place of this one, because the job's hooks call this one all the time."""
         self.apart: set[int] = set()
         """Slots whose view was taken away; see Note [Gradients of others]."""
         self._is_own_backward = False
@@ -103,10 +107,10 @@ class Accumulation:
         """What a gradient of this job's backward pass is multiplied by when it arrives."""
         dtypes = [torch.float32, *(flat.dtype for flat in buffer.layout.sets)]
         self._narrowest = min(dtype.itemsize for dtype in dtypes)
-        self.begin(buffer)
+        self.begin(buffer, attached=False)
 
-    def begin(self, buffer: GradientBuffer) -> Self:
-        """Begin a round in `buffer`; gradients accumulate in it after `attach`."""
+    def begin(self, buffer: GradientBuffer, *, attached: bool = True) -> None:
+        """Begin a round in `buffer`; gradients accumulate in it at once, or after `attach`."""
         self.buffer = buffer
         self.gradients: Sequence[Tensor] = buffer.views
         """What parameters have as `.grad`, in the buffer's memory."""
@@ -121,12 +125,13 @@ class Accumulation:
         """Whether the round's gradients were dropped because the parameters were damaged."""
         self.early_reduction: EarlyReduction | None = None
         """The sum over ranks, if it has begun before the round is closed (`stretto.engine.early_accumulation`)."""
-        return self
+        if attached:
+            self.attach()
 
     def restart(self) -> None:
         """Drop the round's gradients; if some have left, all ranks sum the round again."""
         early_reduction = self.early_reduction
-        self.begin(self.buffer).attach()
+        self.begin(self.buffer)
         self.early_reduction = early_reduction
         if early_reduction is not None:
             early_reduction.invalidate()
@@ -151,12 +156,17 @@ class Accumulation:
         """Remember the versions of the views, so that a write outside backward passes is noticed."""
         self._versions = list(map(_version, self.buffer.views))
 
-    def before_gradient(self, index: int, gradient: Tensor) -> tuple[Tensor] | None:
+    def before_gradient(self, index: int, gradients: Gradients) -> Gradients | None:
         """Handle a gradient that is about to be added to a slot's `.grad`; see Note [Gradients of others].
 
         Returns:
             The gradient to add instead, alone in a tuple; None to leave it unchanged.
         """
+        if self.stand_in is not None:
+            return self.stand_in.before_gradient(index, gradients)
+        (gradient,) = gradients
+        if gradient is None:
+            return None
         if self._is_own_backward:
             self.has_arrived = True
             self.contribution.used[index] = 1
@@ -269,26 +279,3 @@ class Accumulation:
 
 Accumulate: TypeAlias = Callable[[Sequence[Tensor], GradientBuffer], Accumulation]
 """Makes an accumulation of its kind."""
-
-
-def check_weight(weight: object, where: object) -> float:
-    """Return the weight of a micro-batch, if float32 holds gradients and their sums with it.
-
-    Raises:
-        ConfigError: It is no number, or too small or too large.
-    """
-    if not isinstance(weight, int | float) or not (weight == 0 or 1e-30 <= weight <= 1e30):
-        return misuse.read_weight(weight, where)
-    return float(weight)
-
-
-def check_loss(loss: object, where: object) -> None:
-    """Raise unless a backward pass can begin at `loss`.
-
-    Raises:
-        LossNotScalar: It is no tensor of one floating-point element.
-        UsageError: It depends on no parameter.
-    """
-    if isinstance(loss, Tensor) and loss.is_floating_point() and loss.numel() == 1 and loss.requires_grad:
-        return
-    raise misuse.no_loss(loss, where)

@@ -63,10 +63,10 @@ class CommLane:
         while not isinstance(self._waits_for, ACCUMULATIONS):  # guards may begin something too
             self.open()
         progress = self.progress
-        self._timer.start()
+        started = self._timer.mark()
         # From here until the compute lane has waited for this call, the round and its buffer are this lane's alone.
         self._perform(round)
-        progress.end_round(self._timer.stop())
+        progress.end_round(self._timer.since(started))
         if round.ends_update:
             # `commit` begins the next update, with a list of its own.
             replica, round.reductions = self.replica, progress.reductions
@@ -86,9 +86,9 @@ class CommLane:
         if self._waits_for is None:
             self._waits_for = next(self._script)
         if isinstance(self._waits_for, Begin):
-            self._timer.start()
+            started = self._timer.mark()
             self._perform(None)
-            self.progress.open(self._timer.stop())
+            self.progress.open(self._timer.since(started))
 
     def _updates(self) -> Script:
         """Yield the effects of one update after the other, without end."""

@@ -28,7 +28,7 @@ from stretto.engine.buffers import Buffer
 from stretto.engine.comm_lane import CommLane
 from stretto.engine.failures import FailureDetector, Lifetime
 from stretto.engine.first_loss import check_first_loss
-from stretto.engine.hooks import Gradients, Hooks
+from stretto.engine.hooks import Hooks
 from stretto.engine.model import UserModel, trains
 from stretto.engine.options import Quota
 from stretto.engine.replica_sync import SyncState
@@ -80,6 +80,8 @@ class RoundState:
         """Each rank's report in the last installed round."""
         self.asks = self.asked = Asks.NOTHING
         """What this rank asks in its rounds, and what ranks have asked together in those of the last update."""
+        self.num_changes = 0
+        """How often the stage has changed: what ranks have agreed on stays as it is until the next change."""
         self._is_stopped = False
         """Whether some rank has asked all to end for good."""
         self.stage = Stage.ACCUMULATING
@@ -104,6 +106,7 @@ class RoundState:
                 f"{BEFORE[stage].value}; the library's own calls came in another order: please report it"
             )
         self.stage = stage
+        self.num_changes += 1
         if stage is Stage.IN_FLIGHT:
             self.place = 0 if self.place == self._last else self.place + 1
 
@@ -143,6 +146,7 @@ class RoundState:
         """Continue after so many updates; accumulated gradients are dropped."""
         self.stage, self.place = Stage.ACCUMULATING, 0
         self.steps, self.votes = steps, []
+        self.num_changes += 1
 
     # What ranks say
 
@@ -262,7 +266,7 @@ class ComputeLane:
         self._use_is_known = allow_unused  # whether each parameter is known to be used by some rank
         self.hooks = Hooks(
             model,
-            before_gradient=self._before_gradient,
+            before_gradient=self.accumulation.before_gradient,
             before_forward=self._before_forward,
             where=self.where,
         )
@@ -307,7 +311,15 @@ class ComputeLane:
             self._opening = self.runtime.spawn(self.comm.open)
 
     def backward(self, loss: Tensor, weight: float) -> None:
-        """Run a micro-batch's backward pass."""
+        """Run a micro-batch's backward pass.
+
+        Raises:
+            LossNotScalar: The loss is no tensor of one floating-point element.
+            UsageError: It depends on no parameter.
+        """
+        is_loss = isinstance(loss, Tensor) and loss.is_floating_point() and loss.numel() == 1
+        if not (is_loss and loss.requires_grad):
+            raise misuse.no_loss(loss, self.where)
         self.before_micro_batch()
         if self.accumulation.apart:
             self.accumulation.check_own(self.where)
@@ -334,7 +346,8 @@ class ComputeLane:
             self.model.check_complete(self.where)
             raise misuse.no_gradient(self.where)
         self.accumulation.count(weight, loss, samples, fresh_samples)
-        self.runtime.charge("micro-batch")
+        if self.runtime.virtual_time is not None:
+            self.runtime.virtual_time.charge("micro-batch", 0)
         self.num_counted += 1
         self._is_checked = False
         for listener in self.model.listeners:
@@ -361,8 +374,11 @@ class ComputeLane:
         if ready is None:
             return
         self.rounds.enter(Stage.IN_FLIGHT)
-        if self.overlaps:  # the user had the model since the round was closed; the lane is about to write it
-            self.check_untouched()
+        if self.overlaps:
+            # The user had the gradients since the round was closed, and the lane is about to write their buffer.
+            self.accumulation.check_untouched(self.where)
+            if not self._is_checked:
+                self.model.check_unwritten(self.where)
             if self.buffer_sync.names:
                 self.buffer_sync.submitted(ready.buffers)
         # The scheduler turns where an update ends, so all rounds of the next one read the same rates.
@@ -375,9 +391,11 @@ class ComputeLane:
         self._in_flight = self.runtime.spawn(functools.partial(self.comm.advance, ready, opening))
         if self._idle is not None:
             buffer, self._idle = self._idle, None
-            self.accumulation.begin(buffer).attach()
+            self.accumulation.begin(buffer)
         else:
-            self.accumulation.begin(ready.buffer)  # it is attached when this round is installed
+            self.accumulation.begin(
+                ready.buffer, attached=False
+            )  # the lane has it until the round is installed
 
     def close_round(self, reduction: Reduction | None = None) -> Round:
         """Close the accumulating round, unless it is, and return it; it is submitted next.
@@ -387,6 +405,7 @@ class ComputeLane:
         """
         if self._ready is None:
             self.rounds.enter(Stage.READY)
+            self._is_checked = False  # the user's code may run before the round is submitted
             nothing: Carried = ([], None, [], [], [])
             self._ready = Round(
                 self.accumulation.buffer,
@@ -462,12 +481,12 @@ class ComputeLane:
     def wait_for_lane(self) -> Round | None:
         """Wait until the round in flight can be installed; return its result, or None without one."""
         if self._in_flight is not None:
-            self._timer.start()
+            started = self._timer.mark()
             in_flight, self._in_flight, self._has_failed = self._in_flight, None, True
             self._arrived = in_flight.result()
             self._has_failed = False
             self.rounds.enter(Stage.ARRIVED)
-            self._exposed_seconds += self._timer.stop()
+            self._exposed_seconds += self._timer.since(started)
         return self._arrived
 
     def _leave(self, *, waits: bool) -> None:
@@ -498,10 +517,6 @@ class ComputeLane:
         except BaseException:  # whatever it is, the job ends because of what came before
             return
 
-    def _before_gradient(self, index: int, gradients: Gradients) -> Gradients | None:
-        (gradient,) = gradients
-        return None if gradient is None else self.accumulation.before_gradient(index, gradient)
-
     def _before_forward(self, module: nn.Module, _: object) -> None:
         # Traced code submits no round: the backward pass does.
         if torch.compiler.is_compiling() or module is not self.model.model:  # a copy
@@ -510,13 +525,18 @@ class ComputeLane:
             self.model.evaluated(self.where)
         if not (module.training and torch.is_grad_enabled()):
             return
-        with self.lifetime.running():
+        if self.lifetime.ended_because is not None:
+            raise self.lifetime.refusal()
+        try:
             kind = self.model.parameters[0].device.type
             if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
                 raise misuse.autocast_to_float16(self.where)
             # Submitting a round checks the parameters: where others stand in for them, the backward pass does.
             if self._ready is None or not self.model.is_replaced:
                 self.before_micro_batch()
+        except BaseException as error:
+            self.lifetime.end_with(error)
+            raise
 
     # At rest
 
@@ -661,7 +681,7 @@ class ComputeLane:
             round_index: Of the round that comes next.
         """
         self._ready = None
-        self.accumulation.begin(self.accumulation.buffer).attach()
+        self.accumulation.begin(self.accumulation.buffer)
         self._updated_at = self.runtime.now()
         self._use_is_known = self._use_is_known or steps > 0
         self.model.begin_again()
@@ -692,9 +712,10 @@ class ComputeLane:
     def aside(self, accumulation: Accumulation) -> Iterator[None]:
         """Accumulate the gradients of the block in another round."""
         own, self.accumulation = self.accumulation, accumulation
+        own.stand_in = accumulation
         accumulation.attach()
         try:
             yield
         finally:
-            self.accumulation = own
+            self.accumulation, own.stand_in = own, None
             own.attach(zero=False)

@@ -30,7 +30,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
-from stretto.engine.accumulation import Accumulation, GradientBuffer
+from stretto.engine.accumulation import Accumulation, GradientBuffer, Gradients
 from stretto.engine.replica import Replica
 
 
@@ -90,13 +90,13 @@ class EarlyAccumulation(Accumulation):
         finally:
             self._leaves = False
 
-    def before_gradient(self, index: int, gradient: Tensor) -> tuple[Tensor] | None:
+    def before_gradient(self, index: int, gradients: Gradients) -> Gradients | None:
         """Let those leave that have come, before another gradient is added."""
-        if self._leaves:
+        if self._leaves and gradients[0] is not None:
             if self._announced is not None:
                 self._come(self._announced)
             self._announced = index
-        return super().before_gradient(index, gradient)
+        return super().before_gradient(index, gradients)
 
     def _come(self, index: int) -> None:
         """Note that a gradient has been added, and continue with the early reduction."""
@@ -105,7 +105,8 @@ class EarlyAccumulation(Accumulation):
             for bucket in self._buckets_by_slot[index]:
                 self._missing[bucket] -= 1
             self._numel_come += self.buffer.layout.slots[index].numel
-            self._replica.runtime.pass_backward(self._numel_come / self._numel)
+            if (virtual_time := self._replica.runtime.virtual_time) is not None:
+                virtual_time.pass_backward(self._numel_come / self._numel)
         if self.early_reduction is not None:
             self.early_reduction.go_on(self._views)
 

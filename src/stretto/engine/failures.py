@@ -196,7 +196,8 @@ class Lifetime:
         """Whether the job ended without an error."""
         self.failures = failures
         self._leave = leave
-        self._ended_because: str | None = None
+        self.ended_because: str | None = None
+        """Why the job has ended; None while it runs."""
 
     @contextlib.contextmanager
     def running(self, *, is_users: bool = False) -> Iterator[None]:
@@ -208,30 +209,38 @@ class Lifetime:
         Raises:
             Finished: The job has ended already.
         """
-        if self._ended_because is not None:
-            raise Finished(
-                f"{self.failures.where}: the job has ended ({self._ended_because}); make a new DataParallel "
-                "to train further"
-            )
+        if self.ended_because is not None:
+            raise self.refusal()
         try:
             yield
         except BaseException as error:
-            cause = self.failures.cause_of(error)
-            self.fail(cause, is_users=is_users)
-            if cause is error:
-                raise
+            self.end_with(error, is_users=is_users)
+            raise
+
+    def refusal(self) -> Finished:
+        """Return the error for a call after the end."""
+        return Finished(
+            f"{self.failures.where}: the job has ended ({self.ended_because}); make a new DataParallel "
+            "to train further"
+        )
+
+    def end_with(self, error: BaseException, *, is_users: bool = False) -> None:
+        """End the job on all ranks because of `error`, and raise its cause where that is another error."""
+        cause = self.failures.cause_of(error)
+        self.fail(cause, is_users=is_users)
+        if cause is not error:
             raise cause from error
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Return the cause of the end of the job, when `error` leaves the user's code; see
         `FailureDetector.cause_of`.
         """
-        return error if self._ended_because is not None else self.failures.cause_of(error)
+        return error if self.ended_because is not None else self.failures.cause_of(error)
 
     def fail(self, error: BaseException, *, is_users: bool = False) -> None:
         """End the job because of `error`, and inform the other ranks; see `FailureDetector.tell`."""
-        if self._ended_because is None:
-            self._ended_because = f"{type(error).__name__}: {error}"
+        if self.ended_because is None:
+            self.ended_because = f"{type(error).__name__}: {error}"
             if self.failures.tell(error, is_users=is_users):
                 for group in self.failures.waited_in:
                     group.abort()
@@ -244,7 +253,7 @@ class Lifetime:
         self._leave(waits=True)
         self.failures.end()
         self.retire()
-        self._ended_because = "finish() was called"
+        self.ended_because = "finish() was called"
         self.has_finished = True
 
     def retire(self) -> None:

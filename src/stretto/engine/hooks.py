@@ -12,17 +12,15 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, jit, nn
+from torch import jit, nn
 
 from stretto.engine import misuse
+from stretto.engine.accumulation import Gradients
 from stretto.engine.holding import LeftEstimate, Mark, adding_node
 from stretto.engine.method_patch import MethodPatch
 from stretto.engine.model import UserModel
 from stretto.errors import EstimateShown, OptimizerStepped
 from stretto.optimizer import members_of
-
-Gradients = tuple[Tensor | None]
-"""The gradient of one parameter, as autograd hands it to a hook on a node."""
 
 
 def _do_nothing(*_: object) -> None:

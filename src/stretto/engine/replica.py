@@ -236,7 +236,8 @@ class Replica:
         if gradient.weight > 0:
             norm, clip = self._clip(gradient)
             self.sharded.step(gradient, self.progress.hyperparameters, clip)
-            self.runtime.charge("step", self.sharded.numel)
+            if self.runtime.virtual_time is not None:
+                self.runtime.virtual_time.charge("step", self.sharded.numel)
             self.progress.take_step(norm)
         round = round_of(effect, round)
         self.sharded.publish(round.buffer.flats)
@@ -253,7 +254,8 @@ class Replica:
             return
         _, clip = self._clip(gradient)
         self.sharded.preview(gradient, self.progress.hyperparameters, clip, round.buffer.flats)
-        self.runtime.charge("preview", self.sharded.numel)
+        if self.runtime.virtual_time is not None:
+            self.runtime.virtual_time.charge("preview", self.sharded.numel)
         round.shown = "estimate"
 
     def gather(self, effect: Gather, round: Round | None) -> None:

@@ -7,7 +7,7 @@ work after their host, and which one a job gets: `stretto.engine.on_device`.
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 
@@ -33,17 +33,33 @@ class Pending(Protocol[T_co]):
 class Timer(Protocol):
     """Measures stretches of one lane's work, one after the other; see Note [Late times] in `engine/streams.py`."""
 
-    def start(self) -> None:
-        """Begin a stretch where the calling lane is now."""
+    @property
+    def mark(self) -> Callable[[], Any]:
+        """Returns where the calling lane is now: the beginning of a stretch."""
         ...
 
-    def stop(self) -> float:
-        """End it, and return the seconds of all stretches that have become known since the last call."""
+    def since(self, mark: Any) -> float:
+        """End a stretch, and return the seconds of all stretches that have become known since the last call."""
+        ...
+
+
+class VirtualTime(Protocol):
+    """The clock of one rank on which work takes the time that a model of the machine says."""
+
+    def charge(self, work: Work, elements: int) -> None:
+        """Advance the clock by the time of `work` on that many `elements`."""
+        ...
+
+    def pass_backward(self, share: float) -> None:
+        """Advance it to where `share` of a micro-batch's backward pass is over, before the micro-batch is charged."""
         ...
 
 
 class Runtime(Protocol):
     """Runs one lane's work, one piece after the other."""
+
+    virtual_time: VirtualTime | None
+    """Charged for work; None where real work takes real time."""
 
     def spawn(self, work: Callable[[], T]) -> Pending[T]:
         """Start `work` after everything spawned before."""
@@ -59,14 +75,6 @@ class Runtime(Protocol):
 
     def keep_pace(self) -> None:
         """Let the host wait until all work before its last call of this is done; called once per micro-batch."""
-        ...
-
-    def charge(self, work: Work, elements: int = 0) -> None:
-        """Advance a virtual clock by the time of `work` on that many `elements`; a real clock needs no help."""
-        ...
-
-    def pass_backward(self, share: float) -> None:
-        """Advance a virtual clock to where `share` of a micro-batch's backward pass is over, before it is charged."""
         ...
 
     def join(self) -> None:
@@ -97,34 +105,24 @@ class HostTimer:
     """A timer by the host's clock, or a virtual one: work ends before the call that asks for it returns."""
 
     def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
+        self.mark = now
 
-    def start(self) -> None:
-        """Begin a stretch."""
-        self._started = self._now()
-
-    def stop(self) -> float:
-        """Return the seconds of the stretch."""
-        return self._now() - self._started
+    def since(self, mark: float) -> float:
+        """Return the seconds of the stretch that began at `mark`."""
+        return self.mark() - mark
 
 
 class OnHost(Runtime):
     """Work that the host does itself, in real time."""
 
-    def now(self) -> float:
-        return time.perf_counter()
+    virtual_time = None
+    now = staticmethod(time.perf_counter)
 
     def timer(self) -> Timer:
         return HostTimer(time.perf_counter)
 
     def keep_pace(self) -> None:
         """Do nothing: the host has done what it has called."""
-
-    def charge(self, work: Work, elements: int = 0) -> None:
-        """Do nothing: real work takes real time."""
-
-    def pass_backward(self, share: float) -> None:
-        """Do nothing: real work takes real time."""
 
 
 class RuntimeOver(Runtime):
@@ -136,6 +134,7 @@ class RuntimeOver(Runtime):
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self.virtual_time = runtime.virtual_time
 
     def spawn(self, work: Callable[[], T]) -> Pending[T]:
         return self._runtime.spawn(work)
@@ -148,12 +147,6 @@ class RuntimeOver(Runtime):
 
     def keep_pace(self) -> None:
         self._runtime.keep_pace()
-
-    def charge(self, work: Work, elements: int = 0) -> None:
-        self._runtime.charge(work, elements)
-
-    def pass_backward(self, share: float) -> None:
-        self._runtime.pass_backward(share)
 
     def join(self) -> None:
         self._runtime.join()

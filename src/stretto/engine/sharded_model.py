@@ -20,14 +20,14 @@ Note [Into the buffer]
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from stretto.engine.accumulation import Accumulation, GradientBuffer
+from stretto.engine.accumulation import Accumulation, GradientBuffer, Gradients
 from stretto.engine.early_accumulation import EarlyAccumulation
 from stretto.engine.model import UserModel
 from stretto.errors import GradientsTouched, ParametersTouched, UsageError
@@ -139,22 +139,28 @@ class ShardedAccumulation(Accumulation):
         self._is_foreign = False  # whether a backward pass that was not this job's has added to the buffer
         super().__init__(parameters, buffer)
 
-    def begin(self, buffer: GradientBuffer) -> Self:
-        """Begin a round in `buffer`; gradients accumulate in it after `attach`."""
-        super().begin(buffer)
+    def begin(self, buffer: GradientBuffer, *, attached: bool = True) -> None:
+        """Begin a round in `buffer`; gradients accumulate in it at once, or after `attach`."""
+        super().begin(buffer, attached=False)
         if buffer not in self._over:
             pairs = zip(buffer.views, self.parameters, strict=True)
             self._over[buffer] = [_as_shard(view, parameter) for view, parameter in pairs]
         self.gradients = self._over[buffer]
-        return self
+        if attached:
+            self.attach()
 
-    def before_gradient(self, index: int, gradient: Tensor) -> None:
+    def before_gradient(self, index: int, gradients: Gradients) -> Gradients | None:
         """Note that a gradient was added to a slot."""
+        if self.stand_in is not None:
+            return self.stand_in.before_gradient(index, gradients)
+        if gradients[0] is None:
+            return None
         if self._is_own_backward:
             self.has_arrived = True
             self.contribution.used[index] = 1
         else:
             self._is_foreign = True
+        return None
 
     def backward(self, loss: Tensor, weight: float) -> None:
         """Add the gradient of `weight` times the loss; a weight of zero adds zeros.
@@ -192,11 +198,12 @@ class ShardedAccumulation(Accumulation):
 class EarlyShards(EarlyAccumulation, ShardedAccumulation):
     """Gradients of shards that leave during the backward pass; see Note [Hidden reductions]."""
 
-    def before_gradient(self, index: int, gradient: Tensor) -> None:
+    def before_gradient(self, index: int, gradients: Gradients) -> Gradients | None:
         """Note that a gradient was added to a slot, and let those leave that have come."""
-        ShardedAccumulation.before_gradient(self, index, gradient)
-        if self._leaves:
+        ShardedAccumulation.before_gradient(self, index, gradients)
+        if self._leaves and gradients[0] is not None:
             self._come(index)
+        return None
 
 
 def _as_shard(local: Tensor, like: Any) -> Tensor:

@@ -117,16 +117,12 @@ class StreamTimer:
     """
 
     def __init__(self, streams: Streams) -> None:
-        self._streams = streams
         self._late: deque[tuple[Mark, Mark]] = deque()
+        self.mark = streams.mark
 
-    def start(self) -> None:
-        """Begin a stretch."""
-        self._started = self._streams.mark()
-
-    def stop(self) -> float:
-        """End it, and return the seconds of all stretches that the device has passed since the last call."""
-        self._late.append((self._started, self._streams.mark()))
+    def since(self, mark: Mark) -> float:
+        """End a stretch, and return the seconds of all stretches that the device has passed since the last call."""
+        self._late.append((mark, self.mark()))
         seconds = 0.0
         while self._late and self._late[0][1].query():
             started, stopped = self._late.popleft()

@@ -28,6 +28,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias, TypeVar
 
+from torch import Tensor
+
 from stretto.echo.loader import EchoLoader, check_unfed
 from stretto.echo.statistics import InputStatistics, num_samples
 from stretto.engine import Job
@@ -174,6 +176,8 @@ class Feed:
         self._on_update: Callable[[Update], None] | None = None
         self._last_update: int | None = None
         """After which to end."""
+        self._num_changes = -1
+        """Of the job's rounds, when `_hand_out` asked last whether the pass is over: it asks once after each."""
         self._committed: list[Update] = []
         """Updates that were not reported yet."""
         self._pass: Pass | None = None
@@ -186,11 +190,6 @@ class Feed:
         self._again: tuple[Any, Mapping[str, Any], Iterator[Any]] | None = None
         """A loader without a state, what the checkpoint says of it, and the rest of that pass, until it begins."""
         self._device = job.sharded.masters[0].device
-
-    @property
-    def num_samples(self) -> int:
-        """Of the batch whose micro-batch is counted next."""
-        return self._pass.samples[0] if self._pass is not None and self._pass.samples else 1
 
     def batches(
         self,
@@ -208,7 +207,7 @@ class Feed:
             current.num_counted = self._compute.num_counted
             current.per_batch = 1 if last is None else last.per_batch
             self._pass = current
-        self._is_feeding = True
+        self._is_feeding, self._num_changes = True, -1
         try:
             yield from self._hand_out(current)
             if self._num_late is None:
@@ -223,24 +222,29 @@ class Feed:
 
     def _hand_out(self, current: Pass) -> Iterator[Any]:
         """Yield the batches of a pass until all ranks agree on its end."""
+        compute = self._compute
         while True:
-            num_out = current.asked(self._compute.num_counted)
-            with self._compute.lifetime.running():
-                if not num_out:
-                    self._install_up_to(self._last_update)
-                is_over = self._is_over(current.until) or self._are_enough(current, num_out)
+            num_out, is_over = current.asked(compute.num_counted), False
+            if compute.lifetime.ended_because is not None:
+                raise compute.lifetime.refusal()
+            if num_out or self._num_changes != compute.rounds.num_changes:
+                with compute.lifetime.running():
+                    if not num_out:
+                        self._install_up_to(self._last_update)
+                    is_over = self._is_over(current.until) or self._are_enough(current, num_out)
+                self._num_changes = compute.rounds.num_changes
             batch = NOTHING if is_over else self._next(current)
             if batch is NOTHING:
                 if num_out:
                     self._num_late = num_out * current.per_batch
                     self._end_data_with_last(current)
                 elif not is_over:
-                    with self._compute.lifetime.running():
+                    with compute.lifetime.running():
                         self._pass_rounds(current)
                 return
-            if current.num_fed and not self._compute.num_counted:
-                with self._compute.lifetime.running():  # a loop that calls loss.backward() trains nothing
-                    self._compute.accumulation.check_own(self._compute.where)
+            if current.num_fed and not compute.num_counted:
+                with compute.lifetime.running():  # a loop that calls loss.backward() trains nothing
+                    compute.accumulation.check_own(compute.where)
             if current.hand_out():
                 batch = self._look_ahead(current, batch)
             if not num_out:
@@ -249,19 +253,30 @@ class Feed:
             current.last = batch
             yield batch
             if self._pass is not current:
-                with self._compute.lifetime.running():
-                    raise passes.one_at_a_time(self._compute.where)
+                with compute.lifetime.running():
+                    raise passes.one_at_a_time(compute.where)
 
     def _next(self, current: Pass) -> Any:
         """Return the next batch of a pass, or `NOTHING`."""
         with self._asking():
             batch, use = current.take(self.input.take)
         if batch is not NOTHING:
-            self.input.begin_batch(use)
+            self.input.uses.append(use)
         return batch
 
-    def counts(self) -> None:
-        """The loop is about to count a micro-batch."""
+    def count(self, weight: float, loss: Tensor | None, samples: int | None) -> Update | None:
+        """Count a micro-batch whose gradients are there, and return the update that it completes, if any.
+
+        `samples` is None for those of the batch that was given out.
+        """
+        self.check_fed()
+        if samples is None:
+            samples = self._pass.samples[0] if self._pass is not None and self._pass.samples else 1
+        fresh = samples if self.input.echo is None else self.input.note(loss, weight, samples)
+        return self.counted(self._compute.count(weight, loss, samples, fresh))
+
+    def check_fed(self) -> None:
+        """Raise if a micro-batch that is to be counted belongs to no pass, or to one that is over."""
         current, quota = self._pass, self._compute.quota
         if not self._is_feeding:
             check_unfed(sum(quota.minima) if quota.is_fixed else None, self._compute.where)
@@ -272,8 +287,8 @@ class Feed:
         elif current.is_behind:
             raise passes.counted_behind(self._compute.where, current.num_out)
 
-    def arrived(self, update: Update | None) -> Update | None:
-        """Report the update that a micro-batch has completed, if any; return it."""
+    def counted(self, update: Update | None) -> Update | None:
+        """Report the update that a counted micro-batch has completed, if any; return it."""
         current = self._pass
         if current is not None and len(current.samples) > 1 and current.per_batch == 1:
             current.samples.popleft()
@@ -559,7 +574,7 @@ class Feed:
 
     def end(self) -> None:
         """Go no further than the updates that are committed; all ranks come here after the same."""
-        self._last_update = self._compute.rounds.steps
+        self._last_update, self._num_changes = self._compute.rounds.steps, -1
 
     def rest(self) -> None:
         """All ranks are about to show, save or load committed state: end a pass of which nothing more is counted."""

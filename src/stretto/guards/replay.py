@@ -1,7 +1,7 @@
 """Rounds that guards can run again: the micro-batches that are kept, and the guards' work on the compute lane."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from stretto.engine.buffers import is_comparable
 from stretto.engine.frozen_state import frozen_state
 from stretto.engine.job import Job
 from stretto.engine.round import Listener, LossFunction, Weighed, weighed
+from stretto.engine.runtime import VirtualTime
 from stretto.errors import UsageError
 from stretto.flat import shard_of
 from stretto.guards.interpreter import GuardInterpreter
@@ -79,7 +80,7 @@ class KeptRound:
             )
             self.micro_batches.append(kept)
 
-    def run(self, accumulation: Accumulation, charge: Callable[[], None]) -> None:
+    def run(self, accumulation: Accumulation, virtual_time: VirtualTime | None) -> None:
         """Run all micro-batches again, from the buffers and random states of the first run.
 
         Buffers end with the values of the first run, or with correct ones if that run was damaged. Random states are
@@ -87,7 +88,7 @@ class KeptRound:
 
         Args:
             accumulation: Receives the gradients; must be attached.
-            charge: Called after each micro-batch, to charge its time.
+            virtual_time: Charged for each micro-batch.
         """
         now = random_states(self.device)
         self.restore_buffers(self._buffers)
@@ -97,7 +98,8 @@ class KeptRound:
             accumulation.backward(loss, micro_batch.weight)
             loss = loss.reshape(())
             accumulation.count(micro_batch.weight, loss, micro_batch.samples, micro_batch.fresh_samples)
-            charge()
+            if virtual_time is not None:
+                virtual_time.charge("micro-batch", 0)
         restore_random_states(now, self.device)
 
     def buffers(self) -> dict[str, Tensor]:
@@ -239,9 +241,5 @@ class GuardedRounds(Listener):
         """Run a round again, separately from this rank's own round, and return its accumulation."""
         accumulation = Accumulation(self.job.model.parameters, GradientBuffer(self.job.layout))
         with self.job.compute.aside(accumulation):
-            kept.run(accumulation, self.charge)
+            kept.run(accumulation, self.job.compute.runtime.virtual_time)
         return accumulation
-
-    def charge(self) -> None:
-        """Charge the runtime for the time of one micro-batch."""
-        self.job.compute.runtime.charge("micro-batch")

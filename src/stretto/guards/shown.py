@@ -224,7 +224,7 @@ class ShownValues(RoundWatch):
         accumulation = self._rounds.job.compute.accumulation
         accumulation.restart()
         self._model.drop_copies()  # of the damaged values
-        self._rounds.kept.run(accumulation, self._rounds.charge)
+        self._rounds.kept.run(accumulation, self._rounds.job.compute.runtime.virtual_time)
 
     def _is_as_sealed(self, name: str) -> bool:
         """Return whether a frozen parameter or buffer is known to be what it was at the end of the last round."""

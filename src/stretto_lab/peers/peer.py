@@ -159,7 +159,7 @@ class Peer:
             following, use = (nothing, 0) if self._tally.exhausted else self._input.take(batches, nothing)
             if following is not nothing:
                 batch = following
-                self._input.begin_batch(use)
+                self._input.uses.append(use)
             elif batch is nothing:
                 raise ConfigError(
                     f"rank {self.rank}: the loader has no batch; expected at least one per rank"

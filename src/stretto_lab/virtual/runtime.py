@@ -147,7 +147,7 @@ class VirtualRuntime(Runtime):
     """
 
     def __init__(self, time: RankTime, *, overlaps: bool) -> None:
-        self._time = time
+        self.virtual_time = self._time = time
         self._inline = None if overlaps else InlineRuntime()
         self._jobs: deque[_Job[Any]] = deque()
         self._lane: Task | None = None
@@ -173,12 +173,6 @@ class VirtualRuntime(Runtime):
 
     def keep_pace(self) -> None:
         """Do nothing: a program continues when its work is done."""
-
-    def charge(self, work: Work, elements: int = 0) -> None:
-        self._time.charge(work, elements)
-
-    def pass_backward(self, share: float) -> None:
-        self._time.pass_backward(share)
 
     def join(self) -> None:
         self.leave()  # every job's result has been taken: nothing is left to wait for
