@@ -1,8 +1,6 @@
 """Noise as it is typed: read, shown, recorded, and refused in plain words."""
 
-import json
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ from stretto.errors import ConfigError
 from stretto.noise import Noise, parse_noise
 from stretto_lab.cli.options import parse_options
 from stretto_lab.faults import Fault, FaultPlan
-from stretto_lab.page import ReportConfig, report
 from stretto_lab.train.configuration import CompareConfig, RunConfig
 from stretto_lab.train.simulation import SimulateConfig
 from tests.draws import seeds
@@ -78,21 +75,6 @@ def test_a_fault_on_all_ranks_draws_from_another_seed_on_each() -> None:
     assert plan.of_rank(0) == (Fault(site="sum", rank=0, lasts="sticky", seed=5),)
     assert plan.of_rank(1) == (Fault(site="sum", rank=1, lasts="sticky", seed=6), Fault(site="step", rank=1))
     assert plan.going_on([0]).faults == (Fault(site="sum", rank="all", lasts="sticky", seed=5),)
-
-
-def test_the_page_of_a_run_says_its_noise(tmp_path: Path) -> None:
-    noise = {
-        "variance": 1e-4,
-        "mean": 0.0,
-        "every": [500, 0.1],
-        "averages": 0.0,
-        "rank": [0, 2],
-        "seed": None,
-    }
-    (tmp_path / "config.json").write_text(json.dumps({"strategy": "ddp", "noise": noise}))
-    report([tmp_path], ReportConfig(out=str(tmp_path / "page.html")))
-    page = (tmp_path / "page.html").read_text()
-    assert "variance 0.0001, mean 0.0, every [500, 0.1], averages 0.0, rank [0, 2]" in page
 
 
 def test_ranks_that_go_on_without_others_are_hit_under_their_new_numbers() -> None:

@@ -19,10 +19,10 @@ def page_of(*folders: Path | str, out: str = "page.html") -> str:
     return re.sub(r"<style>.*?</style>", "", Path(out).read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-def points(page: str, run: str, label: str = "updates") -> list[tuple[float, float]]:
-    """The held-out losses that a page draws of a run: where, and how large."""
-    found = re.findall(rf"<title>{re.escape(run)}, {label} ([^:<]*): ([^<]*)</title>", page)
-    return [(float(at), float(loss)) for at, loss in found]
+def points(page: str, run: str) -> list[list[float]]:
+    """The held-out losses that a page draws of a run: after so many updates and seconds, and how large."""
+    found = re.findall(rf"<title>{re.escape(run)}, (\S+) updates, (\S+) s: ([^<]*)</title>", page)
+    return [list(map(float, one)) for one in found]
 
 
 def drawn(page: Path) -> str:

@@ -9,21 +9,20 @@ from collections.abc import Iterator, Sequence
 from importlib import resources
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stretto.terminal import printable
-from stretto_lab.page.folder import ARMS, Column, Contents, Run, UpdateTime, formatted
+from stretto_lab.page.folder import Column, Contents, Run, UpdateTime, formatted
 
 MOST_RUNS = 40
-"""Whose curves are drawn."""
+"""Whose losses are drawn."""
 MOST_ROWS = 300
 """Of a table."""
 MOST_LETTERS = 2000
 """Of one text from a folder."""
 MOST_POINTS = 1000
-"""Of a curve: more than a picture has pixels, so that nothing is lost."""
+"""Of a run, evenly chosen of all: more than a picture has pixels."""
 _LEFT, _WIDTH, _HEIGHT = 60, 720, 260
-"""Of a picture of losses: its margin, and the field in which curves are drawn."""
+"""Of the picture of losses: its margin, and the field of its points."""
 
 
 def text(value: str) -> str:
@@ -56,21 +55,19 @@ def _sections(folders: Sequence[Contents]) -> Iterator[str]:
         yield "</dl>"
         if folder.gaps:
             yield f"<ul class=gaps>{''.join(f'<li>{text(gap)}</li>' for gap in folder.gaps)}</ul>"
-        yield from _table(("arm", "seed", *ARMS), folder.arms)
         yield "</section>"
     every = [run for folder in folders for run in folder.runs]
     runs = every[:MOST_RUNS]
     yield from _times([(run.name, run.time) for run in runs if run.time is not None])
-    pictures = [*_losses(runs, 0, "updates"), *_losses(runs, 1, "seconds of training")]
-    if pictures:
-        yield "<section><h2>Loss</h2><p class=note>Points are held-out losses, lines the training loss.</p>"
+    if picture := [*_losses(runs)]:
+        yield "<section><h2>Held-out loss</h2>"
         if len(every) > len(runs):
             yield f"<p class=note>{len(every) - len(runs):,} more runs are not drawn.</p>"
         if len(runs) > 1:
             yield "<ul class=legend>"
             yield from (f"<li class=c{index % 8}>{text(run.name)}</li>" for index, run in enumerate(runs))
             yield "</ul>"
-        yield from pictures
+        yield from picture
         yield "</section>"
     if rows := [(folder.name, *event) for folder in folders for event in folder.events]:
         yield "<section><h2>Faults, verdicts and repairs</h2>"
@@ -133,10 +130,11 @@ def _times(runs: Sequence[tuple[str, UpdateTime]]) -> Iterator[str]:
     yield "</section>"
 
 
-def _losses(runs: Sequence[Run], axis: int, label: str) -> Iterator[str]:
-    """Yield the picture of all losses against one of their columns, if any can be drawn."""
-    every = [_drawable(points[:, [axis, 2]]) for run in runs for points in (run.losses, run.evaluations)]
-    whole = np.concatenate([np.empty((0, 2)), *every])
+def _losses(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield the picture of all held-out losses against the seconds of training, if any can be drawn."""
+    drawn = [run.evaluations[np.isfinite(run.evaluations).all(axis=1)] for run in runs]
+    drawn = [points[:: len(points) // MOST_POINTS + 1] for points in drawn]
+    whole = np.concatenate([np.empty((0, 3)), *drawn])[:, 1:]
     if not len(whole):
         return
     low, high = whole.min(axis=0), whole.max(axis=0)
@@ -146,33 +144,21 @@ def _losses(runs: Sequence[Run], axis: int, label: str) -> Iterator[str]:
         share = (points - low) / span
         return np.stack([_LEFT + share[:, 0] * _WIDTH, 10 + (1 - share[:, 1]) * _HEIGHT], axis=1)
 
-    yield f'<svg class="chart" viewBox="0 0 800 310" role="img" aria-label="loss against {label}">'
+    yield '<svg class="chart" viewBox="0 0 800 310" role="img" aria-label="held-out loss against seconds of training">'
     for tick in _ticks(low[1], low[1] + span[1]):
         y = placed(np.array([[low[0], tick]]))[0, 1]
         yield f'<path class="grid" d="M{_LEFT} {y:.1f}h{_WIDTH}"/><text x="50" y="{y + 4:.1f}">{tick:.6g}</text>'
     for tick in _ticks(low[0], low[0] + span[0]):
         x = placed(np.array([[tick, low[1]]]))[0, 0]
         yield f'<text class="below" x="{x:.1f}" y="288">{tick:.6g}</text>'
-    yield f'<text class="below" x="{_LEFT + _WIDTH / 2}" y="306">{label}</text>'
-    for index, (training, heldout) in enumerate(zip(every[::2], every[1::2], strict=True)):
+    yield f'<text class="below" x="{_LEFT + _WIDTH / 2}" y="306">seconds of training</text>'
+    for index, (run, points) in enumerate(zip(runs, drawn, strict=True)):
         yield f'<g class="c{index % 8}">'
-        if len(training):
-            yield f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in placed(training))}"/>'
-        for (x, y), (at, loss) in zip(placed(heldout), heldout, strict=True):
-            title = f"<title>{text(runs[index].name)}, {label} {at:.6g}: {loss:.6g}</title>"
-            yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5">{title}</circle>'
+        for (x, y), (step, seconds, loss) in zip(placed(points[:, 1:]), points, strict=True):
+            title = f"{text(run.name)}, {step:.6g} updates, {seconds:.6g} s: {loss:.6g}"
+            yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5"><title>{title}</title></circle>'
         yield "</g>"
     yield "</svg>"
-
-
-def _drawable(points: Column) -> Column:
-    """Return points without those that miss a number; of many the least and the greatest of each part."""
-    points = points[np.isfinite(points).all(axis=1)]
-    if len(points) <= MOST_POINTS:
-        return points
-    parts: list[NDArray[np.intp]] = np.array_split(np.arange(len(points)), MOST_POINTS // 2)
-    places = [{part[points[part, 1].argmin()], part[points[part, 1].argmax()]} for part in parts]
-    return points[[place for pair in places for place in sorted(pair)]]
 
 
 def _ticks(low: float, high: float) -> list[float]:

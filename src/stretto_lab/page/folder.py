@@ -71,8 +71,6 @@ class Run:
     """One run, or one arm of a comparison."""
 
     name: str
-    losses: Column
-    """A row for every update: its number, the training seconds at its end, its loss; NaN where one is missing."""
     evaluations: Column
     """A row for every evaluation: updates before it, training seconds, held-out loss."""
     time: UpdateTime | None
@@ -86,8 +84,6 @@ class Contents:
     facts: dict[str, str]
     """What ran, in the order in which it is shown."""
     runs: Sequence[Run]
-    arms: Sequence[Sequence[str]] = ()
-    """Of a comparison: rows under `ARMS`."""
     events: Sequence[Sequence[str]] = ()
     """Damage, repairs, restarts: update, kind and text."""
     gaps: list[str]
@@ -116,12 +112,11 @@ def _read_run(path: Path, name: str) -> Contents:
     records = list(read_records(path, "updates.jsonl", gaps, expected=True))
     if not records:
         gaps.append("no update is recorded")
-    names = ["step", "training_seconds", "loss", "samples", "sent_bytes", "skipped_rounds"]
+    names = ["step", "training_seconds", "samples", "sent_bytes", "skipped_rounds"]
     names += ["exposed_seconds", "wait_seconds", "lane_seconds"]
     columns = {one: np.array([number(record.get(one)) for record in records]) for one in names}
     run = Run(
         name,
-        np.stack([columns[one] for one in names[:3]], axis=1),
         _evaluations(read_records(path, "evaluations.jsonl", gaps, expected=True)),
         UpdateTime.of_updates(columns),
     )
@@ -150,39 +145,17 @@ def _read_comparison(path: Path, name: str) -> Contents:
         "arms": ", ".join(map(str, items(comparison.get("strategies")))) or "unknown",
         "ranks": str(environment.get("workers", "unknown")),
         "link": str(environment.get("link", "unknown")),
-        **({"noise on purpose": _settings(comparison["noise"])} if comparison.get("noise") else {}),
         **_machine(environment),
     }
     runs = [
         Run(
             f"{one.get('strategy')} ({name}" + (f", seed {one.get('seed')})" if is_repeated else ")"),
-            np.empty((0, 3)),
             _evaluations(map(mapping, items(one.get("evaluations")))),
             UpdateTime.of_totals(one),
         )
         for one in arms
     ]
-    rows = [
-        [
-            str(one.get("strategy")),
-            str(one.get("seed")),
-            *(formatted(number(one.get(field)) * unit, text) for field, unit, text in ARMS.values()),
-        ]
-        for one in arms
-    ]
-    return Contents(name=name, facts=facts, runs=runs, arms=rows, gaps=gaps)
-
-
-ARMS = {
-    "updates": ("updates", 1, "{:,.0f}"),
-    "s": ("seconds", 1, "{:,.2f}"),
-    "samples per s": ("samples_per_second", 1, "{:,.0f}"),
-    "held-out loss": ("heldout_loss", 1, "{:.4f}"),
-    "s to target": ("seconds_to_loss", 1, "{:.1f}"),
-    "MB sent": ("sent_bytes", 1e-6, "{:,.2f}"),
-    "peak MB": ("peak_bytes", 1e-6, "{:,.0f}"),
-}
-"""Columns of arms behind name and seed: field of the record, factor, format."""
+    return Contents(name=name, facts=facts, runs=runs, gaps=gaps)
 
 
 def formatted(value: float, pattern: str) -> str:
@@ -214,13 +187,9 @@ def _verdict(time: UpdateTime | None) -> dict[str, str]:
 
 
 def _about(config: Mapping[str, Any], path: Path) -> dict[str, str]:
-    """Return what a configuration says about a run."""
-    command, clock = mapping(config.get("command")), mapping(config.get("clock"))
+    """Return what a configuration says about a run; its command has all other options."""
+    command = mapping(config.get("command"))
     words = ["stretto train", str(command.get("recipe")), *map(str, items(command.get("options")))]
-    faults = [
-        f"{one.get('site')} on rank {one.get('rank')}" for one in map(mapping, items(config.get("faults")))
-    ]
-    slow = [f"rank {rank} by {factor}" for rank, factor in mapping(config.get("slow")).items()]
     is_virtual = (path / "trace.jsonl").exists()
     count = number(config.get("parameters"))
     facts = {
@@ -231,15 +200,6 @@ def _about(config: Mapping[str, Any], path: Path) -> dict[str, str]:
         "wire": str(config.get("wire", "unknown")),
         "ranks": f"{config.get('workers', 'unknown')}{', virtual: all times are virtual' if is_virtual else ''}",
         "link": "" if is_virtual else str(config.get("link", "none")),
-        "micro-batches": f"{clock.get('minimum')} to {clock.get('maximum')} per rank and round, by the clock"
-        if clock
-        else f"{config.get('micro_batches', 'unknown')} per rank and update",
-        "echo": str(config.get("echo", "none")),
-        "guards": ", ".join(map(str, items(config.get("guards")))),
-        "slow on purpose": ", ".join(slow),
-        "damage on purpose": "; ".join(faults),
-        "noise on purpose": _settings(config["noise"]) if config.get("noise") else "",
-        "seed": str(config.get("seed", "unknown")),
         **_machine(mapping(config.get("environment"))),
     }
     return {name: text for name, text in facts.items() if text not in ("", "none")}
@@ -270,8 +230,9 @@ def _settings(record: object) -> str:
 
 
 def _outcome(run: Run, columns: Mapping[str, Column], config: Mapping[str, Any]) -> dict[str, str]:
-    facts = {"updates": f"{len(run.losses):,}"}
-    if len(run.losses):
+    count = len(columns["step"])
+    facts = {"updates": f"{count:,}"}
+    if count:
         seconds, samples = columns["training_seconds"][-1], np.nansum(columns["samples"])
         facts["training"] = (
             f"{formatted(seconds, '{:,.1f}')} s, {samples:,.0f} samples, "
