@@ -10,16 +10,16 @@ from stretto.strategies import Average, Strategy
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a strategy costs in held-out loss, on the same samples as synchronous training."""
+    """Measured cost of a strategy in held-out loss, relative to synchronous training on the same samples."""
 
     nats: float | None
-    """More of them; None where nothing is known."""
+    """Additional nats of held-out loss; None if not measured."""
     source: str
-    """The measurement, or why there is none; empty if it is exact, or rounds to 16 bits as usual."""
+    """The measurement, or why there is none; empty if the strategy is exact or rounds to 16 bits as is usual."""
 
     @property
     def price(self) -> float:
-        """The nats, infinitely many where nothing is known."""
+        """The nats; infinity if not measured."""
         return math.inf if self.nats is None else self.nats
 
 
@@ -36,7 +36,7 @@ EVIDENCE: Mapping[str, Evidence] = MappingProxyType(
         "diloco": Evidence(None, "replicas drift"),
     }
 )
-"""By strategy, in the order of preference where times are alike; of averages `AVERAGES` says more."""
+"""By strategy, in the order of preference if times are too close to call; `AVERAGES` has more about averages."""
 OF_WIRES: Mapping[str, Evidence] = MappingProxyType(
     {
         "fp32": Evidence(0.0, ""),
@@ -46,7 +46,7 @@ OF_WIRES: Mapping[str, Evidence] = MappingProxyType(
         "int4": Evidence(0.010, _SMALL_GPT),
     }
 )
-"""By wire, the most exact first."""
+"""By wire, the most exact wire first."""
 AVERAGES: Mapping[str, tuple[Average, Mapping[int, float]]] = MappingProxyType(
     {
         "average:2": (Average(2), MappingProxyType({2: 0.038})),
@@ -55,20 +55,20 @@ AVERAGES: Mapping[str, tuple[Average, Mapping[int, float]]] = MappingProxyType(
         "average:30:fragments=10": (Average(30, 10), MappingProxyType({2: 0.124, 8: 0.348, 32: 0.718})),
     }
 )
-"""Averages that were measured, and their nats on 4 bits by the number of replicas
-(`benchmarks/results/2026-11-23-frontier`). Eight ranks on two nodes, each node one replica, paid about what two do."""
+"""The measured averages, and their nats on 4 bits by number of replicas (`benchmarks/results/2026-11-23-frontier`).
+Eight ranks on two nodes, with one replica per node, cost about as much as two replicas."""
 SMALL = 0.02
-"""Nats that are too close to call: about the spread between seeds in the measurements."""
+"""Nats below which two losses are too close to call: about the spread between seeds in the measurements."""
 ALIKE = 1.02
-"""Factor between times up to which they are too close to call."""
+"""Ratio of two times up to which they are too close to call."""
 
 
 def of_strategy(strategy: Strategy, replicas: int) -> Evidence:
-    """Return what a strategy costs; of averages what they cost the next larger number of replicas that was measured.
+    """Return the cost of a strategy; for averages, the cost at the next larger measured number of replicas.
 
     Args:
-        strategy: With its options: others than the averages of `AVERAGES` were not measured.
-        replicas: Ranks that step alone, or nodes that do.
+        strategy: The strategy with its options; averages with options other than in `AVERAGES` were not measured.
+        replicas: Number of ranks, or nodes, that step alone.
     """
     if not isinstance(strategy, Average):
         return EVIDENCE[strategy.name]
@@ -80,5 +80,5 @@ def of_strategy(strategy: Strategy, replicas: int) -> Evidence:
 
 
 def of_wire_too(strategy: Strategy, wire: str, replicas: int) -> Evidence:
-    """Return the larger of what a strategy and a wire cost; together they cost no more, as far as was measured."""
+    """Return the larger cost of a strategy and a wire; as far as measured, both together cost no more."""
     return max(OF_WIRES[wire], of_strategy(strategy, replicas), key=lambda evidence: evidence.price)

@@ -1,6 +1,6 @@
 """Ctrl-C while modules are imported.
 
-Nothing here imports more than a signal needs: Ctrl-C is answered from the first moment.
+Nothing here imports more than a signal handler needs, so that Ctrl-C works from the first moment.
 """
 
 import os
@@ -17,9 +17,9 @@ INTERRUPTED = 128 + signal.SIGINT
 
 @contextmanager
 def interrupts_end() -> Iterator[None]:
-    """Let Ctrl-C end the process in the block, which imports.
+    """Let Ctrl-C end the process during the block, which imports.
 
-    A KeyboardInterrupt there has a long traceback, or is swallowed by a module in C++, which is then half imported.
+    A KeyboardInterrupt during imports prints a long traceback, or a C++ module swallows it and stays half imported.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""A process ends with its parent, at once and silently, however the parent ended."""
+"""A process that ends with its parent, at once and silently, however the parent ended."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""Links with a name, and any other as text."""
+"""Links with a name, and any other link from its text form."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -16,14 +16,14 @@ LINKS: Mapping[str, Link] = MappingProxyType(
         "internet": Link(bits_per_second=100e6, latency_seconds=20e-3),
     }
 )
-"""By name; any link, such as 100mbit,2ms, can be written out too."""
+"""By name; other links are written out, such as 100mbit,2ms."""
 
 
 def parse_link(text: str) -> Link:
     """Return the link of that name, or the one that `text` describes.
 
     Raises:
-        UnknownName: Neither.
+        UnknownName: There is no such link.
     """
     if text in LINKS:
         return LINKS[text]

@@ -1,7 +1,6 @@
-"""Nothing that takes long is silent: after some seconds a wait prints its reason, its progress and its remaining
-time.
+"""Long waits print their reason, progress and remaining time.
 
-Nothing here imports PyTorch, whose import is itself waited for.
+Nothing here imports PyTorch, whose import is itself a long wait.
 """
 
 import shutil
@@ -14,18 +13,18 @@ from contextlib import closing, suppress
 from typing import TextIO
 
 SECONDS = 4.0
-"""Of silence after which there is a line: less than half of what a person takes for a hang."""
+"""Seconds of silence before a line: less than half the time after which a person suspects a hang."""
 
 COLUMNS = 80
-"""Of the terminal that everything fits into."""
+"""Width of the terminal for all output."""
 
 
 class Patience:
-    """Prints a line whenever nothing has been heard for `SECONDS`, from its own thread, until it is closed.
+    """A thread that prints a line after every `SECONDS` of silence, until it is closed.
 
     Args:
-        line: Returns the line; an empty one is not printed. It is called on that thread.
-        stream: Where it is printed; None is the standard output.
+        line: Returns the line; an empty line is not printed. It is called on that thread.
+        stream: Where to print; None is the standard output.
     """
 
     def __init__(self, line: Callable[[], str], stream: TextIO | None = None) -> None:
@@ -36,11 +35,10 @@ class Patience:
         threading.Thread(target=self._watch, name="stretto-patience", daemon=True).start()
 
     def heard(self) -> None:
-        """Hear that something has been printed."""
+        """Note that something has been printed."""
         self._heard = time.monotonic()
 
     def close(self) -> None:
-        """Print no more."""
         self._ended.set()
 
     def _watch(self) -> None:
@@ -56,7 +54,7 @@ class Patience:
 
 
 def waiting(what: str, stream: TextIO | None = None) -> closing[Patience]:
-    """Return a block in which one thing is waited for of which nothing is known but how long it has taken.
+    """Return a block for a wait whose progress is unknown: the line shows how long it has lasted.
 
     Args:
         what: Reason of the wait.
@@ -67,7 +65,7 @@ def waiting(what: str, stream: TextIO | None = None) -> closing[Patience]:
 
 
 def clock(seconds: float) -> str:
-    """Return minutes and seconds, and hours where there are any."""
+    """Return minutes and seconds, and hours if there are any."""
     minutes, seconds = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
@@ -76,12 +74,12 @@ def clock(seconds: float) -> str:
 def fold(text: str, *, indent: int = 0, stream: TextIO | None = None) -> str:
     """Return `text` in lines that fit into a terminal; unchanged for a file or a pipe, where a line is one event.
 
-    Its own line ends stay, and words stay whole.
+    Line ends in it stay, and words are not broken.
 
     Args:
-        text: Any.
-        indent: Spaces before the second and every other line that one line is folded into.
-        stream: Where it will be printed; None is the standard output.
+        text: Any text.
+        indent: Number of spaces before each continued line.
+        stream: Where the caller will print it; None is the standard output.
     """
     if not (stream or sys.stdout).isatty():
         return text

@@ -1,6 +1,7 @@
 """The command line: `stretto COMMAND ...`.
 
-Nothing here or in `help` imports PyTorch, which takes seconds: the first line, the version and all help come before.
+Nothing here or in `help` imports PyTorch, which takes seconds, so that the first line, the version and all help appear
+at once.
 """
 
 import os
@@ -95,7 +96,7 @@ def _run(name: str, words: Sequence[str]) -> int:
 
 @contextmanager
 def _told_by_one_rank() -> Iterator[None]:
-    """Let the first of the ranks that a launcher has started print what it does; errors are each rank's own."""
+    """Print only on the first rank that a launcher has started; every rank prints its own errors."""
     if _is_first():
         yield
         return

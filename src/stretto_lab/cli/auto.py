@@ -1,4 +1,4 @@
-"""The strategy that is chosen for a run: the earlier choice, or the choice of a plan."""
+"""The strategy that `auto` chooses for a run: the run's earlier choice, or the choice of a plan."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -28,12 +28,12 @@ def chosen_before(run: RunConfig[TaskConfig]) -> str | None:
 
 
 def is_auto(options: Sequence[str]) -> bool:
-    """Return whether the options of a run let its strategy be chosen."""
+    """Return whether a run's options ask for `auto`."""
     return list(options) != without_auto(options)
 
 
 def without_auto(options: Sequence[str]) -> list[str]:
-    """Return the options of a run whose strategy is no longer chosen for it."""
+    """Return the options of a run without those of `auto`."""
     kept = list(options)
     for index in reversed(range(len(kept))):
         if kept[index : index + 2] == ["--strategy", AUTO]:
@@ -44,7 +44,7 @@ def without_auto(options: Sequence[str]) -> list[str]:
 
 
 def choose(run: RunConfig[TaskConfig], ranks: Ranks, log: Callable[[str], None]) -> str:
-    """Return the strategy that a plan chooses, the same on all ranks; `log` gets the reason."""
+    """Return the strategy that a plan chooses, the same on all ranks; `log` receives the reason."""
     with named_as_options(run):
         job: PlanConfig[TaskConfig] = PlanConfig(**part_of(run, Job))
     (ranking,) = rankings(job, ranks, prices_all=False)
@@ -53,7 +53,7 @@ def choose(run: RunConfig[TaskConfig], ranks: Ranks, log: Callable[[str], None])
 
 
 def rankings(job: PlanConfig[TaskConfig], ranks: Ranks, *, prices_all: bool = True) -> list[Ranking]:
-    """Measure a job on all ranks, and rank what it could use, as `stretto_lab.plan.plan` does."""
+    """Measure a job on all ranks, and rank the strategies it could use, as `stretto_lab.plan.plan` does."""
     with named_as_options(job), named_as_options(job.task, TASK):
         arm = parse_arm("zero1")
         here = dataclasses.replace(job, slow={})  # ranks of the plan, perhaps more than there are here

@@ -1,4 +1,4 @@
-"""The commands of `stretto`: each takes the words after its name, does its work, and prints what came of it."""
+"""The commands of `stretto`: each reads the words after its name, does its work, and prints the result."""
 
 import dataclasses
 import json
@@ -63,7 +63,7 @@ CONFIGURE: Mapping[str, Callable[[TaskConfig], Any]] = MappingProxyType(
         "meet": lambda _: MeetConfig(),
     }
 )
-"""What makes the configuration of each command from a recipe's."""
+"""By command: the function that makes its configuration from a recipe's."""
 
 
 def run_command(name: str, words: Sequence[str]) -> int:
@@ -102,7 +102,7 @@ def train_command(words: Sequence[str]) -> None:
 def resume_command(words: Sequence[str]) -> None:
     """Continue with the run in a folder, with its options and the new ones.
 
-    A recipe behind the folder takes the place of the one that the folder names.
+    A recipe named after the folder replaces the one that the folder names.
     """
     if not words or words[0].startswith("-"):
         raise UnknownName("resume needs the folder of a run first: stretto resume FOLDER")
@@ -140,7 +140,7 @@ def _with_folder(named: str, run: RunConfig[TaskConfig]) -> RunConfig[TaskConfig
 
 
 def _short(named: str) -> str:
-    """Return a recipe's name as a part of a folder's name: of a user's own recipe, the function's."""
+    """Return a recipe's name as a part of a folder's name; for a user's own recipe, the name of its function."""
     return named.rpartition(":")[2]
 
 
@@ -186,7 +186,7 @@ def _print_line(line: str) -> None:
 
 
 def _log(ranks: Ranks) -> Callable[[str], None]:
-    """Return what prints a line on the first rank alone."""
+    """Return a function that prints a line on the first rank only."""
     return _print_line if ranks.is_first else lambda _: None
 
 
@@ -216,7 +216,7 @@ def diagnose_command(words: Sequence[str]) -> None:
 
 
 def plan_command(words: Sequence[str]) -> None:
-    """Measure a recipe, and say which strategy and wire to use."""
+    """Measure a recipe, and print which strategy and wire to use."""
     _, job = parse_options("plan", words, CONFIGURE["plan"])
     ranks = find_ranks(job.workers, job.device)
     found = rankings(job, ranks)

@@ -10,11 +10,11 @@ from stretto_lab.train.workers import DeviceKind, RankInfo, local_workers
 
 
 def find_ranks(workers: int | None, device: DeviceKind = "cpu") -> Ranks:
-    """Return the rank that a launcher has made of this process, or else `workers` local ones.
+    """Return the rank that a launcher has started here, or else `workers` local ranks.
 
     Args:
-        workers: How many; None is one per device of this kind.
-        device: Where their models shall live.
+        workers: Number of local ranks; None starts one for each device of this kind.
+        device: Kind of device for their models.
 
     Raises:
         ConfigError: A launcher's variables are incomplete.
@@ -30,5 +30,4 @@ def find_ranks(workers: int | None, device: DeviceKind = "cpu") -> Ranks:
 
 
 def is_joined() -> bool:
-    """Return whether a launcher has started this process as one of its ranks."""
     return launched_rank(os.environ) is not None

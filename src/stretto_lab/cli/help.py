@@ -1,4 +1,4 @@
-"""What `--help` prints: one screen with the options that most people need; `--help-all` explains all of them."""
+"""The texts of `--help`: one screen with the options that most people need; `--help-all` explains all of them."""
 
 import dataclasses
 import textwrap
@@ -22,7 +22,7 @@ class Command:
     """The help of one command, known before any import."""
 
     summary: str
-    """What it does, for one line."""
+    """The command in one line."""
     takes: Takes
     """The word that comes before the options."""
     record: str
@@ -123,12 +123,12 @@ def overview() -> str:
 
 
 def command_help(name: str, named: str | None, *, whole: bool) -> str | None:
-    """Return the help of a command, which is made of the sources of its options; None where no recipe is called so.
+    """Return the help of a command, read from the sources of its options; None if there is no recipe of that name.
 
     Args:
-        name: Of the command.
+        name: The command.
         named: The recipe that the user named; without it the options of recipes are skipped.
-        whole: Whether all options are explained, or only those that most people need, in their first clause.
+        whole: Whether to explain all options, instead of only the common ones by their first clause.
     """
     sources = Sources()
     recipes = sources.recipes()
@@ -189,7 +189,7 @@ def first_clause(text: str) -> str:
 
 
 def _row(name: str, text: str, left: int) -> list[str]:
-    """Return a name and its explanation side by side; a name that is too long has its own line."""
+    """Return a name and its explanation side by side; a name that is too long gets a line for itself."""
     folded = textwrap.wrap(text, COLUMNS - left - 4, break_on_hyphens=False) or [""]
     if len(name) > left:
         return [f"  {name}", *(f"  {'':{left}}  {line}" for line in folded)]

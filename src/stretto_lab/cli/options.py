@@ -1,7 +1,7 @@
 """Configurations from words of the command line: every field is an option.
 
-argparse finds the options. Their values are read here by the types of the fields: so a mistake is an error like any
-other, in one line and with the word that was probably meant. Nothing here imports PyTorch unless the records have.
+argparse finds the options. The types of the fields read their values, so a wrong value raises one of Stretto's one-line
+errors, with the closest known name. Nothing here imports PyTorch unless the records do.
 """
 
 import argparse
@@ -20,10 +20,10 @@ from stretto.fields import Readers, did_you_mean, field_types, read_value
 from stretto.strategies import STRATEGIES
 
 TASK = "--task."
-"""What the options of a recipe begin with."""
+"""Prefix of a recipe's options."""
 
 _LENGTHS = ("--updates", "--samples")
-"""Options that say how long a run is; one at most."""
+"""Options that set the length of a run; at most one may be given."""
 
 ConfigT = TypeVar("ConfigT")
 
@@ -33,33 +33,33 @@ class Option:
     """One option of a command."""
 
     name: str
-    """As the user writes it: --task.width."""
+    """As the user types it: --task.width."""
     kind: Any
     """The field's type."""
     default: Any
-    """The field's value where the user leaves it alone."""
+    """The field's value without the option."""
 
     @property
     def is_switch(self) -> bool:
-        """Whether it takes no value."""
+        """Whether the option takes no value."""
         return self.kind is bool
 
     @property
     def off(self) -> str:
-        """The option that sets a switch to off."""
+        """The option that switches it off."""
         prefix, dot, last = self.name.removeprefix("--").rpartition(".")
         return f"--{prefix}{dot}no-{last}"
 
     @property
     def words(self) -> list[str]:
-        """How the user would write its default."""
+        """The words that would set the default."""
         if self.is_switch:
             return [self.name if self.default else self.off]
         return [self.name, shown(self.default)]
 
 
 def options_of(record: Any, prefix: str = "--") -> Iterator[Option]:
-    """Yield the options of a configuration: its fields, and fields of the records in them."""
+    """Yield an option for each field of a configuration, and of the records in it."""
     for name, kind in field_types(record.__class__).items():
         value, option = getattr(record, name), _option(prefix, name)
         if _is_group(value):
@@ -75,15 +75,15 @@ def parse_options(
 
     Args:
         command: Its name, for messages.
-        words: What follows it.
+        words: The words after it.
         configure: Makes the command's configuration from a recipe's; its fields are the options.
 
     Returns:
         The recipe's name and the configuration.
 
     Raises:
-        UnknownName: No recipe, or no option, is called so.
-        ConfigError: A value cannot be read, or cannot be.
+        UnknownName: There is no such recipe or option.
+        ConfigError: A value cannot be read, or is not allowed.
     """
     from stretto_lab.recipes import RECIPES, recipe
 
@@ -100,8 +100,8 @@ def parse_alone(command: str, words: Sequence[str], default: ConfigT) -> ConfigT
 
     Args:
         command: Its name, for messages.
-        words: What follows it.
-        default: Its configuration.
+        words: The words after it.
+        default: The configuration without any option.
     """
     options = {option.name: option for option in options_of(default)}
     values, unknown = _values(command, words, options)
@@ -140,7 +140,7 @@ def with_files(words: Sequence[str]) -> list[str]:
 
 
 def whole_command(default: Any, recipe: str, given: Sequence[str]) -> dict[str, Any]:
-    """Return what `with_files` reads: the options that are given, and all others that have a value."""
+    """Return the options as `with_files` reads them: the given ones, and all others that have a value."""
     named = {word.partition("=")[0] for word in given}
     others = [
         word
@@ -202,7 +202,7 @@ def _unknown_word(command: str, word: str, words: Sequence[str], known: Sequence
 
 
 def _as_setting(word: str, words: Sequence[str], known: Sequence[str]) -> str:
-    """Return how a strategy's setting is written, where `word` is the name of one and no field of the task."""
+    """Return how to write a strategy's setting, if `word` names one and no field of the task."""
     name, _, value = word.partition("=")
     field = name.lstrip("-").replace("-", "_")
     owner = next((one for one, kind in STRATEGIES.items() if field in field_types(kind)), None)
@@ -214,7 +214,7 @@ def _as_setting(word: str, words: Sequence[str], known: Sequence[str]) -> str:
 
 
 def _read(words: Sequence[str], option: Option) -> Any:
-    """Return the value of an option, of its type."""
+    """Return an option's value, read as its type."""
     separator = "," if get_origin(option.kind) is tuple else " "
     text = separator.join(words)
     if not words or (len(words) > 1 and separator == " "):
@@ -226,7 +226,7 @@ def _read(words: Sequence[str], option: Option) -> Any:
 
 
 def _changed(record: Any, values: Mapping[str, Any], prefix: str = "--") -> Any:
-    """Return `record` with the values of the options that the user has set."""
+    """Return `record` with the values that the user has set."""
     changes = {}
     for name in field_types(record.__class__):
         value, option = getattr(record, name), _option(prefix, name)
@@ -240,10 +240,10 @@ def _changed(record: Any, values: Mapping[str, Any], prefix: str = "--") -> Any:
 
 @contextmanager
 def named_as_options(record: Any, prefix: str = "--") -> Iterator[None]:
-    """Let errors about fields of `record` speak of options, which is what the user has written.
+    """Let errors about fields of `record` name the command's options.
 
     Raises:
-        ConfigError: What the block raises, in other words.
+        ConfigError: An error of the block, with the options' names.
     """
     try:
         yield
@@ -255,7 +255,7 @@ def named_as_options(record: Any, prefix: str = "--") -> Iterator[None]:
 
 
 def _in_options(text: str, record: Any, prefix: str) -> str:
-    """Return a message that says `Options(wire=...)`, `field=value` or `field` with the options instead."""
+    """Return a message with the options' names instead of `Options(wire=...)`, `field=value` or `field`."""
     fields = field_types(record.__class__)
     classes = "|".join(kind.__name__ for kind in type(record).__mro__)
     text = re.sub(rf"\b(?:{classes})\(((?:[^()]|\([^()]*\))*)\)", r"\1", text)
@@ -279,12 +279,12 @@ def _option(prefix: str, field: str) -> str:
 
 
 def _is_group(value: Any) -> bool:
-    """Whether the fields of a record are their own options; some records are read from one word."""
+    """Whether each field of a record is an option; other records are read from one word."""
     return dataclasses.is_dataclass(value) and type(value) not in _readers()
 
 
 def _readers() -> Readers:
-    """Return readers of the types that have their own text form."""
+    """Return readers for the types that have a text form."""
     if "torch" not in sys.modules:  # then no record has a field of such a type
         return {}
     from stretto.engine import Clock
@@ -312,7 +312,7 @@ def _read_pair(text: str) -> tuple[float, ...]:
 
 
 def shown(value: Any) -> str:
-    """Return a value as the user would write it."""
+    """Return a value as the user would type it."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if type(value).__name__ == "Clock":

@@ -1,4 +1,4 @@
-"""`stretto report`, and the page that other commands write: nothing here imports PyTorch."""
+"""`stretto report`, and the page that other commands write; nothing here imports PyTorch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from stretto_lab.patience import waiting
 
 
 def report_command(words: Sequence[str]) -> None:
-    """Make a page about the folders of runs and comparisons."""
+    """Write a page about the folders of runs and comparisons."""
     from stretto_lab.page import ReportConfig, page_of, report  # with NumPy, which an estimate does without
 
     count = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
@@ -26,7 +26,7 @@ def report_command(words: Sequence[str]) -> None:
 
 
 def show_page(folder: str | None) -> None:
-    """Write the page about a folder into it, and print its path; without the page a run is complete too."""
+    """Write the page about a folder into it, and print its path; print an error, since the run itself is complete."""
     if folder is None:
         return
     from stretto_lab.page import PAGE, ReportConfig, report

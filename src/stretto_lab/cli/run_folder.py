@@ -1,4 +1,4 @@
-"""The folder of a run on the command line: `stretto resume` reads its content; empty folders are removed."""
+"""The folder of a run: `stretto resume` reads it; a folder that stays empty is removed."""
 
 import json
 import shlex
@@ -26,16 +26,16 @@ CONFIG = "config.json"
 def run_folder(
     run: RunConfig[TaskConfig], recipe: str, words: Sequence[str], device: torch.device
 ) -> Iterator[None]:
-    """Make the folder of a run for the length of the block; it stays, unless the run fails before it has begun.
+    """Make the folder of a run for the block; it stays unless the run fails before its first update.
 
-    A resume that trains nothing leaves the configuration unchanged: options that do not fit the checkpoint would
-    break every later resume.
+    A resume writes the configuration only once it trains: options that do not fit the checkpoint would break every
+    later resume.
 
     Args:
-        run: The run, whose folder is known.
+        run: The run; it names its folder.
         recipe: As the user wrote it.
         words: The options as the user wrote them.
-        device: Where the models of this machine's ranks live.
+        device: Kind of device for the models of this machine's ranks.
 
     Raises:
         ConfigError: The folder holds a run already, and this run does not resume it; or another run is in it.
@@ -103,10 +103,10 @@ def command_of(folder: Path) -> dict[str, Any]:
 
 
 def check_recipe(folder: Path, command: Mapping[str, Any]) -> None:
-    """Refuse to import a recipe of somebody's own that is not what it was when the run began.
+    """Refuse to import a user's own recipe if its file has changed since the run began.
 
     Raises:
-        ConfigError: It has changed, or the folder does not say what it was.
+        ConfigError: The file has changed, or the folder has no digest of it.
     """
     place, kept = command["recipe"], command["digest"]
     if not names_own(place) or (kept is not None and kept == digest(place)):
@@ -119,7 +119,7 @@ def check_recipe(folder: Path, command: Mapping[str, Any]) -> None:
 
 
 def _checked(command: Any) -> dict[str, Any]:
-    """Return the content that `run_folder` wrote; other content raises."""
+    """Return the content of `config.json` if it is what `run_folder` writes; raise otherwise."""
     texts = [
         command["recipe"],
         *command["options"],

@@ -1,4 +1,4 @@
-"""What the commands print at their end."""
+"""The results that commands print at their end."""
 
 import math
 import shlex
@@ -22,7 +22,7 @@ from stretto_lab.train.outcome import Outcome
 from stretto_lab.train.simulation import SimulateConfig
 
 _BOTTLENECK = 0.2
-"""Share of the time in waiting for communication from which the link counts as the bottleneck."""
+"""Share of the training time spent waiting for communication, from which the link counts as the bottleneck."""
 
 
 def print_run(outcome: Outcome, run: RunConfig[TaskConfig], *, is_on_a_link: bool) -> None:
@@ -30,8 +30,8 @@ def print_run(outcome: Outcome, run: RunConfig[TaskConfig], *, is_on_a_link: boo
 
     Args:
         outcome: Of rank 0.
-        run: Whose outcome it is.
-        is_on_a_link: Whether there is a network that could be the bottleneck. Local workers wait for each other only.
+        run: The run.
+        is_on_a_link: Whether a network could be the bottleneck; local workers only wait for each other.
     """
     if outcome.sample is not None:
         print(f"a sample:\n{fold(outcome.sample)}\n")
@@ -64,7 +64,7 @@ def _heldout(outcome: Outcome, task: TaskConfig) -> str:
 
 
 def _since(outcome: Outcome, task: TaskConfig) -> str:
-    """Return memory and the rate of the updates made here, and which they are where the run continued from others."""
+    """Return memory and the rate of this process's updates; of a resumed run, also the number of the first of them."""
     speed = outcome.samples_per_second
     text = "" if speed is None else f", {speed_text(speed, tokens_per_sample(task))}"
     text += f", {outcome.peak_bytes / 1e6:,.0f} MB of memory"
@@ -75,12 +75,12 @@ def _since(outcome: Outcome, task: TaskConfig) -> str:
 
 
 def _behind(outcome: Outcome) -> str:
-    """Return since when something is counted, where that is not the beginning."""
+    """Return the update from which a resumed run counts; empty for a new run."""
     return f" since update {outcome.resumed_from}" if outcome.resumed_from else ""
 
 
 def advice(outcome: Outcome, run: RunConfig[TaskConfig]) -> str:
-    """Return that the link was the bottleneck, where it was and communication was not hidden; nothing elsewhere."""
+    """Return the advice to overlap communication, if the link was the bottleneck; otherwise nothing."""
     exposed, seconds = outcome.exposed_seconds, outcome.training_seconds - outcome.seconds_before
     if parse_arm(run.strategy).overlaps or not exposed or exposed < _BOTTLENECK * seconds:
         return ""
@@ -118,7 +118,7 @@ def print_simulation(outcome: Outcome, simulation: SimulateConfig[TaskConfig], r
 
 
 def print_diagnosis(diagnosis: Diagnosis) -> None:
-    """Print the measured times, and what follows from them."""
+    """Print the measured times and the conclusion."""
     rows = {
         "to load a batch, nothing else": (diagnosis.load_seconds, diagnosis.load_variation),
         "to train on a loaded batch": (diagnosis.step_seconds, diagnosis.step_variation),
@@ -136,7 +136,7 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
 
 
 def _limit(choice: Price, machine: Machine) -> str:
-    """Return that a processor core limits an exchange of the choice, and not the link, where it does."""
+    """Return a note if a processor core, and not the link, limits the choice's exchange; otherwise nothing."""
     arm, rate = parse_arm(choice.arm), machine.link.bits_per_second
     wire, ledger = arm.wire, ledger_of(arm.strategy())
     core, link = machine.exchange_seconds[wire] * ledger.rounds, 8 * choice.sent_bytes / rate if rate else 0.0
@@ -149,7 +149,7 @@ def _limit(choice: Price, machine: Machine) -> str:
 
 
 def print_plan(rankings: Sequence[Ranking]) -> None:
-    """Print what to use for each number of ranks, then how the last one came about."""
+    """Print the choice for each number of ranks, then the table behind the last choice."""
     for ranking in rankings:
         print(fold(recommendation(ranking), indent=2))
     last = rankings[-1]
@@ -207,7 +207,7 @@ def _ranks_of(machine: Machine) -> str:
 
 
 def _row_of(one: Price, ranking: Ranking) -> str:
-    """Return what a table calls an arm; on nodes that of one level says so, and others skip what they share."""
+    """Return an arm's label in the table; on nodes, an arm on one level is labelled so."""
     name, by_node, _ = (
         one.arm.replace(":worker=node", " by node").replace(":wire=", " ").partition(":ranks_per_node=")
     )
@@ -232,7 +232,7 @@ def _micro_batches_of(machine: Machine) -> str:
 
 
 def recommendation(ranking: Ranking) -> str:
-    """Return what to use, and why."""
+    """Return the recommended strategy and wire, and the reason."""
     choice, base = ranking.choice, ranking.base
     arm = parse_arm(choice.arm)
     wire = arm.wire

@@ -1,6 +1,6 @@
-"""The options of commands and recipes, read from the sources of their records: help imports neither PyTorch nor these.
+"""The options of commands and recipes, read from the source code of their records without importing it or PyTorch.
 
-A field's annotation says what the option takes, the text below the field what it means.
+A field's annotation gives the option's type, the docstring below the field its explanation.
 """
 
 import ast
@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 HOME = Path(__file__).parents[2]
-"""Where the packages are."""
+"""The folder that contains the packages."""
 FILES = (
     "stretto/engine/options.py", "stretto_lab/evidence.py", "stretto_lab/train/configuration.py",
     "stretto_lab/train/simulation.py", "stretto_lab/train/meet.py", "stretto_lab/plan/ranking.py",
@@ -22,7 +22,7 @@ FILES = (
     "stretto_lab/recipes/corpus.py", "stretto_lab/recipes/rows.py", "stretto_lab/recipes/stdlib_gpt.py",
     "stretto_lab/recipes/digits_resnet.py", "stretto_lab/recipes/language.py", "stretto_lab/recipes/__init__.py",
 )  # fmt: skip
-"""Those that define records, and what their fields refer to."""
+"""The files that define the records and the names to which their fields refer."""
 METAVARS: Mapping[str, str] = MappingProxyType(
     {
         "None": "None",
@@ -37,25 +37,25 @@ METAVARS: Mapping[str, str] = MappingProxyType(
         "dict[int, float]": "RANK=FACTOR,...",
     }
 )
-"""What the help shows for a value of a type."""
+"""The placeholder that the help shows for a value of each type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """One option, in the words of the help."""
+    """One option, as the help prints it."""
 
     name: str
-    """As the user writes it: --task.width."""
+    """As the user types it: --task.width."""
     metavar: str
-    """Stands for the value; empty for a switch."""
+    """Placeholder for the value; empty for a switch."""
     default: str
-    """As the user would write it."""
+    """The default, as the user would type it."""
     text: str
-    """What it means."""
+    """The explanation."""
 
 
 class Sources:
-    """What some files define at their top: classes, functions, constants and names of types."""
+    """The names that some files define at their top level: classes, functions, constants and types."""
 
     def __init__(self) -> None:
         self._defined: dict[str, Any] = {}
@@ -80,7 +80,7 @@ class Sources:
         return ast.get_docstring(self._defined[name]) or ""
 
     def find_own(self, place: str) -> str | None:
-        """Return the name of a recipe of the user's own, FILE.py:NAME or MODULE:NAME; None where its file has none."""
+        """Return the name of a user's own recipe, FILE.py:NAME or MODULE:NAME; None if the file does not define it."""
         source, _, name = place.rpartition(":")
         spec = None if source.endswith(".py") or not source else importlib.util.find_spec(source)
         path = Path(source if spec is None else str(spec.origin))
@@ -89,7 +89,7 @@ class Sources:
         return name if isinstance(self._defined.get(name), ast.ClassDef | ast.FunctionDef) else None
 
     def options(self, name: str, prefix: str = "--") -> Iterator[Written]:
-        """Yield the options of a record, or of a function's arguments behind the star; of records in it, theirs."""
+        """Yield the options of a record and of the records in it, or of a function's arguments after the star."""
         node = self._defined[name]
         fields = self._fields(node) if isinstance(node, ast.ClassDef) else _arguments(node)
         for field, (kind, default, text) in fields.items():
@@ -101,7 +101,7 @@ class Sources:
                 yield Written(option, self._metavar(kind), self._shown(default), " ".join(text.split()))
 
     def _fields(self, node: ast.ClassDef) -> dict[str, Any]:
-        """Return type, default and text of each field, in the order of a dataclass: parents' first."""
+        """Return type, default and explanation of each field, in the order of a dataclass: inherited fields first."""
         found: dict[str, Any] = {}
         for base in node.bases:
             if (parent := ast.unparse(base).partition("[")[0]) in self._defined:
@@ -124,7 +124,7 @@ class Sources:
         return METAVARS.get(written, written.upper())
 
     def _shown(self, default: ast.expr | None) -> str:
-        """Return a default as the user would write it."""
+        """Return a default as the user would type it."""
         known = self._defined.get(ast.unparse(default)) if isinstance(default, ast.Name) else default
         try:
             value = ast.literal_eval(known or ast.Constant(None))
@@ -136,7 +136,7 @@ class Sources:
 
 
 def _arguments(node: ast.FunctionDef) -> dict[str, Any]:
-    """Return type, default and text of the arguments after the star; the texts come from the docstring."""
+    """Return type, default and explanation of the arguments after the star, which the docstring explains."""
     texts = dict(re.findall(r"^ *(\w+): (.*(?:\n {8,}.*)*)", ast.get_docstring(node) or "", re.MULTILINE))
     pairs = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
     return {

@@ -1,4 +1,4 @@
-"""What a job would take on a link, without measuring anything and without PyTorch: the ledger and the time model."""
+"""The time of an update on a link, computed from the ledger and the time model, without PyTorch."""
 
 from stretto_lab.estimate.answer import ARMS, EstimateConfig, Row, estimate
 from stretto_lab.estimate.times import ELEMENT_BYTES, Bill, Part, Time, Work, bill_of, time_of

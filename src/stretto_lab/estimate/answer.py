@@ -1,4 +1,4 @@
-"""The job of an estimate, a row for each strategy and wire, and the first choice among them."""
+"""The job of an estimate, a row for each strategy and wire, and the first choice among the rows."""
 
 import dataclasses
 import re
@@ -18,18 +18,18 @@ _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EstimateConfig:
-    """What an update would take on a link: nothing is measured."""
+    """How long an update would take on a link; computed, without measuring."""
 
     parameters: str = "124M"
-    """Trainable ones, as 124M or 1.3B."""
+    """Trainable parameters, as 124M or 1.3B."""
     update_seconds: float = 1.0
-    """Of computing, per rank and update: all its micro-batches and the optimizer, without communication."""
+    """Seconds of computing per rank and update: all its micro-batches and the optimizer, without communication."""
     ranks: int = 4
     """Ranks, each with its own link."""
     network: str = "1gbit"
     """free, datacenter, ethernet, office, internet, or a link of every rank such as 100mbit."""
     micro_batches: int = 4
-    """Per rank and update; only the last one hides a synchronous exchange."""
+    """Micro-batches per rank and update; only the last one hides a synchronous exchange."""
     allow_loss: float = SMALL
     """Nats of held-out loss that the first choice may cost, where measured: averages of replicas need 0.04 and
     more."""
@@ -42,7 +42,7 @@ class EstimateConfig:
 
     @property
     def work(self) -> Work:
-        """The job in figures."""
+        """The job as plain numbers."""
         return Work(
             parameters=_count(self.parameters),
             update_seconds=self.update_seconds,
@@ -60,16 +60,18 @@ class Row:
     wire: str
     time: Time
     nats: float | None
-    """What it cost in held-out loss: the larger of what strategy and wire cost; None where that was not measured."""
+    """Measured cost in held-out loss: the larger of the strategy's and the wire's; None if not measured."""
 
     @property
     def options(self) -> str:
-        """What to type after `stretto train RECIPE`."""
+        """The options to type after `stretto train RECIPE`."""
         return f"--strategy {self.strategy} --wire {self.wire}"
 
 
 def estimate(work: Work, allow_loss: float = SMALL) -> tuple[list[Row], Row]:
-    """Return all rows, and the fastest that costs no more in loss than is allowed; of some alike the most exact."""
+    """Return all rows, and the fastest that costs no more loss than allowed; of rows that are equally fast, the most
+    exact.
+    """
     rows = [
         Row(text, wire, time_of(work, strategy, wire), of_wire_too(strategy, wire, work.ranks).nats)
         for text, (strategy, wires) in ARMS.items()
@@ -87,7 +89,7 @@ ARMS: Mapping[str, tuple[Strategy, Sequence[str]]] = MappingProxyType(
         **{text: (average, ("int4",)) for text, (average, _) in AVERAGES.items()},
     }
 )
-"""Strategies that are estimated, and the wires; averages on that on which they were measured."""
+"""Strategies to estimate, each with its wires; averages only with the wire of their measurement."""
 
 
 def _count(text: str) -> int:

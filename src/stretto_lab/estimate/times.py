@@ -34,45 +34,46 @@ ELEMENT_BYTES: Mapping[str, float] = MappingProxyType(
         **{f"rotated{bits}": bits / 8 + 1 / 32 for bits in (4, 3, 2, 1)},
     }
 )
-"""By wire: bytes of one gradient with its share of the block's scale; a test holds them to `stretto.exchange.WIRES`."""
+"""Bytes per gradient on each wire, with its share of the block's scale; a test compares them with
+`stretto.exchange.WIRES`."""
 _PLAIN, _KEEPING = ("fp32", "bf16"), ("int8", "int4", "int2")
-"""Wires that send values, and other wires that keep their rounding errors."""
+"""Wires that send values, and wires that keep their rounding errors for the next round."""
 _BACKWARD = 2 / 3
-"""Of a micro-batch: a backward pass costs about twice its forward pass."""
+"""Share of a micro-batch: a backward pass costs about twice its forward pass."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """A job and its link, in a few figures."""
+    """A job and its link as plain numbers."""
 
     parameters: int
-    """Trainable ones."""
+    """Trainable parameters."""
     update_seconds: float
-    """Of computing, per rank and update, without any communication."""
+    """Seconds of computing per rank and update, without communication."""
     ranks: int
-    """Each with its own link."""
+    """Number of ranks, each with its own link."""
     micro_batches: int
-    """Per rank and update."""
+    """Micro-batches per rank and update."""
     link: Link
-    """Of every rank, in each direction."""
+    """The link of every rank, in each direction."""
     bucket_bytes: int = 2**20
-    """Of a bucket of fp32 gradients on few ranks: the default of `Options.bucket_bytes`."""
+    """Size of a bucket of fp32 gradients on few ranks: the default of `Options.bucket_bytes`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Time:
-    """What an update of one strategy on one wire takes."""
+    """Time, bytes and memory of an update, for one strategy on one wire."""
 
     seconds: float
-    """Of an update."""
+    """Seconds per update."""
     exposed_seconds: float
-    """Of it, waiting for communication."""
+    """Seconds of these spent waiting for communication."""
     wire_seconds: float
-    """For which the link is busy, hidden or not; a mean over updates."""
+    """Seconds for which the link is busy, hidden or not; a mean over updates."""
     sent_bytes: float
-    """By each rank, per update."""
+    """Bytes that each rank sends per update."""
     memory_bytes: float
-    """Of each rank: an fp32 model, gradients, masters, an optimizer with two moments, and what the wire keeps; no
+    """Bytes on each rank: an fp32 model, gradients, masters, an optimizer with two moments, and the wire's buffers; no
     activations."""
 
 
@@ -81,31 +82,31 @@ class Part:
     """A part of an update's communication, and what hides it."""
 
     share: float
-    """Of the seconds for which an update keeps the link busy."""
+    """Share of the seconds for which an update keeps the link busy."""
     hidden: float
     """Share of an update's computing during which it is sent."""
     times: float = 1.0
-    """Per update; a mean over updates."""
+    """How often the part is sent per update; a mean over updates."""
     in_buckets: bool = False
     """Whether it is sent bucket by bucket during that computing, the last bucket after it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bill:
-    """The demands of an update of one strategy on one wire, for any model, link and ranks."""
+    """The demands of an update for one strategy on one wire, for any model, link and number of ranks."""
 
     bytes_each: float
-    """Sent per parameter, before the factor (N - 1) / N of N ranks."""
+    """Bytes sent per parameter, before the factor (N - 1) / N of N ranks."""
     whole: float
-    """Bytes per parameter that every rank holds, of what `Time.memory_bytes` counts."""
+    """Bytes per parameter that every rank holds, out of `Time.memory_bytes`."""
     shared: float
-    """Bytes per parameter that all ranks hold together, of the same."""
+    """Bytes per parameter that all ranks hold together, out of `Time.memory_bytes`."""
     parts: Sequence[Part]
-    """Of the communication."""
+    """The parts of the communication."""
 
 
 def bill_of(strategy: Strategy, wire: str, micro_batches: int) -> Bill:
-    """Return what an update asks for.
+    """Return the demands of an update.
 
     Raises:
         ConfigError: The time model has no row for the strategy, or not enough micro-batches.
@@ -145,13 +146,13 @@ def time_of(work: Work, strategy: Strategy, wire: str) -> Time:
 
 
 def bytes_held(strategy: Strategy, wire: str, ranks: int) -> float:
-    """Return bytes per parameter of what `Time.memory_bytes` counts, where `ranks` share the optimizer."""
+    """Return the bytes per parameter of `Time.memory_bytes`, if `ranks` share the optimizer."""
     held = ledger_of(strategy).memory_bytes(strategy, parameter=4, accumulation=4, world_size=ranks)
     return held + kept_by_wire(strategy, wire, ranks)
 
 
 def kept_by_wire(strategy: Strategy, wire: str, ranks: int) -> float:
-    """Return bytes per parameter that a wire keeps on a rank: of an fp32 model, with fixed counts of micro-batches."""
+    """Return the bytes per parameter that a wire keeps on a rank, for an fp32 model and fixed counts."""
     ledger, is_packed, keeps = ledger_of(strategy), wire not in _PLAIN, wire in _KEEPING
     if ledger.fragments:  # rounding errors, and the owner's values, of which the anchor has what was sent
         return 4 * keeps + 4 * is_packed / ranks

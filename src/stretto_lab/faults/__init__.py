@@ -1,4 +1,4 @@
-"""Faults as data, and what puts them into a running job, to measure what guards notice."""
+"""Faults as data, and their injection into a running job, to measure which faults the guards detect."""
 
 from stretto_lab.faults.group import FaultyGroup
 from stretto_lab.faults.injector import Application, Injector

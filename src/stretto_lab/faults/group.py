@@ -1,4 +1,4 @@
-"""A process group whose results are damaged as they arrive; stock DDP runs on it like anything else."""
+"""A process group that damages results as they arrive; stock DDP runs on it as on any group."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -24,7 +24,7 @@ _SITES: Mapping[str, Site] = MappingProxyType(
         "all_to_all": "contribution",
     }
 )
-"""The site of values that arrive by each collective; other collectives are not damaged."""
+"""The site of the values that each collective receives; other collectives are not damaged."""
 
 
 class FaultyGroup(WrappedGroup):
@@ -42,7 +42,7 @@ class FaultyGroup(WrappedGroup):
         self.injector = injector
 
     def perform(self, call: Call) -> dist.Work:
-        """Let the inner group perform it; its outputs may be damaged when they have arrived."""
+        """Let the inner group perform the call; the injector may damage its outputs once they have arrived."""
         work = call.on(self._inner)
         site = _site_of(call)
         if site is None or not self.injector.is_interested(site):
@@ -50,15 +50,14 @@ class FaultyGroup(WrappedGroup):
         return FollowedWork(work, lambda: self.injector.offer(site, call.outputs))
 
     def private(self) -> "FaultyGroup":
-        """Return a sibling over the inner group's sibling, damaged by the same injector."""
         return FaultyGroup(private_group(self._inner), self.injector)
 
     def part(self, members: Sequence[int]) -> "FaultyGroup":
-        """Return a group over some of the ranks, over such a part of the inner group, damaged by the same injector."""
+        """Return a group of some of the ranks over the same part of the inner group; both share one injector."""
         return FaultyGroup(part_of(self._inner, members), self.injector)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the inner group offers, such as a virtual cluster's clock."""
+        """Return the inner group's other attributes, such as a virtual cluster's clock."""
         if name == "_inner":  # not there yet
             raise AttributeError(name)
         return getattr(self._inner, name)

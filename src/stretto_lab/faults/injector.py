@@ -1,6 +1,6 @@
-"""The injector of one rank: it counts opportunities, damages what the plan says, and records what it has done.
+"""The injector of one rank: it counts opportunities, damages values as planned, and records the damage.
 
-Damage is written in place through an alias of the memory, so that no version counter notices.
+It writes through an alias of the memory, so that no version counter notices.
 """
 
 import dataclasses
@@ -17,33 +17,33 @@ from stretto_lab.faults.plan import Fault, FaultPlan, Site
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Application:
-    """One strike of a fault: where, when, and what it changed."""
+    """One occurrence of a fault: when it happened and what it changed."""
 
     fault: Fault
     opportunity: int
-    """Of the site on that rank, from 0."""
+    """Index of the opportunity at this site on this rank, from 0."""
     step: int
-    """Committed updates of the job at that moment; 0 for groups without a job."""
+    """Number of updates the job had committed; 0 for groups without a job."""
     elements: int
-    """How many were damaged."""
+    """Number of damaged elements."""
     span: tuple[float, float]
-    """Begin of the first and end of the last damaged element, as shares of the tensor's length."""
+    """Start of the first and end of the last damaged element, as shares of the tensor's length."""
     before: str
-    """Digest of the tensor, hexadecimal."""
+    """Digest of the tensor before, hexadecimal."""
     after: str
 
     @property
     def changed(self) -> bool:
-        """Whether any bit changed: zeros that are zeroed do not."""
+        """Whether any bit changed: setting a zero to zero changes none."""
         return self.before != self.after
 
 
 class Injector:
-    """Applies one rank's share of a plan.
+    """Injects one rank's faults of a plan.
 
     Args:
-        plan: Of the whole run.
-        rank: This rank, by the numbers of the plan.
+        plan: The plan of the whole run.
+        rank: This rank, as the plan numbers ranks.
     """
 
     def __init__(self, plan: FaultPlan, rank: int) -> None:
@@ -51,24 +51,23 @@ class Injector:
         self._opportunities: Counter[Site] = Counter()
         self._held: dict[tuple[Site, int], Tensor] = {}
         self.applications: list[Application] = []
-        """Every strike so far, in order."""
+        """All occurrences so far, in order."""
         self.committed: Callable[[Site], int] = lambda _: 0
-        """Returns the committed updates of the damaged job, as counted by the lane that uses the site."""
+        """Returns the number of updates that the job has committed, as counted by the lane that uses the site."""
 
     def is_interested(self, site: Site) -> bool:
-        """Return whether any fault strikes there."""
+        """Return whether the plan has a fault for this site."""
         return any(fault.site == site for fault in self._faults)
 
     def opportunities(self, site: Site) -> int:
-        """Return how many opportunities have passed."""
         return self._opportunities[site]
 
     def offer(self, site: Site, tensors: Sequence[Tensor]) -> None:
-        """Count an opportunity, and let the plan's faults strike.
+        """Count an opportunity, and inject the faults that are due.
 
         Args:
-            site: What the tensors are.
-            tensors: Contiguous, on any device; a fault damages one of them, drawn from its seed.
+            site: The kind of the tensors.
+            tensors: Contiguous tensors on any device; a fault damages one of them, drawn from its seed.
         """
         opportunity = self._opportunities[site]
         self._opportunities[site] += 1
@@ -116,18 +115,19 @@ class Injector:
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _RUN = 4
-"""Elements of a run: as many as one faulty execution unit of a GPU was seen to damage."""
+"""Number of elements in a run: as many as one faulty execution unit of a GPU was seen to damage."""
 _PAGE_BYTES = 4096
-"""Of a page of memory on common processors."""
+"""Bytes of a memory page on common processors."""
 
 
 def alias_of(tensor: Tensor) -> Tensor:
-    """Return a flat view of a tensor's memory that shares no version counter: writing it is no write of the tensor.
+    """Return a flat view of a tensor's memory without its version counter: writing to it does not count as a write.
 
-    Bytes are viewed as float32 where possible: tensors of bytes on the wire hold values, or numbers of as many bits.
+    Bytes are viewed as float32 where possible, because tensors of bytes on the wire hold values or equally wide
+    numbers.
 
     Raises:
-        ConfigError: The memory is not in one piece.
+        ConfigError: The memory is not contiguous.
     """
     if not tensor.is_contiguous():
         raise ConfigError(f"a fault for a tensor with strides {tensor.stride()}: expected contiguous values")
@@ -154,7 +154,7 @@ def places(values: Tensor, fault: Fault, generator: torch.Generator) -> Tensor:
 
 
 def _pages(values: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Return the indices of the elements of `count` pages; all elements if there are not so many pages."""
+    """Return the indices of the elements of `count` pages, or all indices if there are fewer pages."""
     length = _PAGE_BYTES // values.element_size()
     pages = torch.arange(values.numel() // length * length).view(-1, length)
     if len(pages) < count:
@@ -166,10 +166,10 @@ def damaged(selected: Tensor, fault: Fault, stale: Tensor, generator: torch.Gene
     """Return the damaged values of the selected elements.
 
     Args:
-        selected: Their values, `(count,)`.
-        fault: With its pattern.
-        stale: What the same places held at the last opportunity; zeros where there was none.
-        generator: Draws bits.
+        selected: The values, `(count,)`.
+        fault: The fault; its pattern decides.
+        stale: The values of the same elements at the last opportunity; zeros if there was none.
+        generator: Draws the bits.
     """
     half = selected.numel() // 2
     match fault.pattern:
@@ -195,7 +195,7 @@ def damaged(selected: Tensor, fault: Fault, stale: Tensor, generator: torch.Gene
 
 
 _CONSTANTS = {"zero": 0.0, "huge": 1e38, "infinity": torch.inf, "nan": torch.nan}
-"""Patterns that put one value everywhere."""
+"""Patterns that write one value everywhere."""
 
 
 def _with_wrong_bits(selected: Tensor, fault: Fault, generator: torch.Generator) -> Tensor:
@@ -210,7 +210,7 @@ def _with_wrong_bits(selected: Tensor, fault: Fault, generator: torch.Generator)
 
 
 def _masks(words: Tensor, bits: int, generator: torch.Generator) -> Tensor:
-    """Return a mask for every word, with `bits` random bits set, or all where a word has fewer."""
+    """Return a mask for every word, with `bits` random bits set, or all bits of a shorter word."""
     width = 8 * words.element_size()
     masks = torch.zeros_like(words)
     for row in range(words.numel()):

@@ -1,7 +1,7 @@
 """Faults in memory: the tensors of a job are damaged between its steps.
 
-The opportunities are hooks before and after some calls of the job. They are put there from outside, so that the job's
-own code knows nothing of faults.
+Hooks before and after some of the job's calls are the opportunities. They are attached from outside, so the job's code
+contains nothing about faults.
 """
 
 import functools
@@ -26,11 +26,11 @@ ON_COMPUTE_LANE: tuple[Site, ...] = (
     "frozen parameters",
     "buffers",
 )
-"""Sites on the compute lane: there an update counts once it is complete."""
+"""Sites on the compute lane, where an update counts once it is complete."""
 
 
 def strike_memory(parallel: DataParallel, injector: Injector) -> None:
-    """Let the injector's faults strike the memory of a job from now on.
+    """Inject the planned faults into the memory of a job from now on.
 
     | site | opportunity |
     |---|---|
@@ -87,7 +87,7 @@ def strike_memory(parallel: DataParallel, injector: Injector) -> None:
 
 
 class _Struck:
-    """A strategy whose reduced gradients are damaged when it receives them; guards have seen them by then."""
+    """A strategy whose reduced gradients are damaged on arrival, after the guards have read them."""
 
     def __init__(self, strategy: Strategy, injector: Injector) -> None:
         self._strategy = strategy
@@ -97,7 +97,6 @@ class _Struck:
         return getattr(self._strategy, name)
 
     def update(self) -> Script:
-        """Yield the strategy's effects."""
         script, reply = self._strategy.update(), None
         while True:
             try:
@@ -117,7 +116,7 @@ def _state_tensors(sharded: ShardedOptimizer) -> Iterator[Tensor]:
 
 
 def _constant_buffers(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the buffers that forward passes do not write, as far as known: all except statistics."""
+    """Yield the buffers that forward passes are not known to write: all except statistics."""
     for module in model.modules():
         if not isinstance(module, _NormBase):
             yield from (buffer.detach() for buffer in module.buffers(recurse=False))

@@ -65,8 +65,8 @@ PATTERNS: tuple[str, ...] = get_args(Pattern)
 class Fault:
     """One cause of damage on one rank.
 
-    An *opportunity* is a moment at which a site holds values that can be damaged: a collective completes, a sum is
-    done, a micro-batch ends. Each rank counts the opportunities of each site from 0.
+    An *opportunity* is a moment when values of a site can be damaged: a collective, a sum or a micro-batch has just
+    ended. Each rank counts the opportunities of each site from 0.
     """
 
     site: Site
@@ -77,28 +77,28 @@ class Fault:
     parameters and buffers in the model, the wire's residual (its rounding errors), the anchor to which changes are
     added."""
     rank: int | Literal["all"]
-    """The rank whose memory is damaged; or all of them, and each draws from its own seed: `seed` plus its rank."""
+    """The rank whose memory is damaged; "all" damages each rank, with `seed` plus its rank as the seed."""
     instant: int = 0
-    """The first opportunity at which it strikes, from 0."""
+    """The first opportunity at which the fault occurs, counted from 0."""
     lasts: Lasts = "once"
-    """It strikes once; at every later opportunity too ("sticky"); or in bursts, with pauses between them."""
+    """How often the fault occurs: once, at every later opportunity too ("sticky"), or in bursts with pauses."""
     rate: float = 1.0
-    """Share of these opportunities at which it really strikes, drawn from the seed."""
+    """Probability that the fault occurs at such an opportunity, drawn from the seed."""
     burst: int = 5
     """Length of a burst, and of the pause after it, in opportunities."""
     extent: Extent = "element"
-    """How much of one tensor: one element; a run of four neighbours; a scattered `fraction`; a chunk of `chunk_bytes`;
-    a page, which is an aligned 4 KiB, and for "swapped" two pages; all."""
+    """How much of one tensor is damaged: one element; a run of four neighbours; a scattered `fraction`; a chunk of
+    `chunk_bytes`; a page, which is an aligned 4 KiB, and for "swapped" two pages; or all."""
     fraction: float = 1e-3
-    """Share of the elements, for the extent of that name; at least one element."""
+    """Share of damaged elements if the extent is "fraction"; at least one element."""
     chunk_bytes: int = 4096
-    """Length of a chunk; at most the tensor."""
+    """Length of a chunk; at most the whole tensor."""
     pattern: Pattern = "flip"
-    """The kind of damage; `stretto_lab.faults.injector` documents each. Noise is no fault: see `stretto.noise`."""
+    """The kind of damage; `stretto_lab.faults.injector` documents each. For random noise see `stretto.noise`."""
     bits: int = 1
-    """Bits flipped in every element, for "flip"."""
+    """Number of flipped bits per element, for "flip"."""
     seed: int | None = None
-    """None is the run's, and 0 in a program. Which elements, which bits, which opportunities."""
+    """Seed of the damaged elements, bits and opportunities. None uses the run's seed, or 0 in a program."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -111,7 +111,7 @@ class Fault:
             raise ConfigError(f"{self}: expected 0 < rate, fraction <= 1")
 
     def is_on(self, opportunity: int) -> bool:
-        """Return whether it strikes at this opportunity."""
+        """Return whether the fault may occur at this opportunity."""
         since = opportunity - self.instant
         if since < 0 or (since > 0 and self.lasts == "once"):
             return False
@@ -130,7 +130,7 @@ class FaultPlan:
         check_fields(self)
 
     def drawn_from(self, seed: int) -> "FaultPlan":
-        """Return the plan with a seed for the faults that have none."""
+        """Return the plan with a seed for each fault that has none."""
         return FaultPlan(
             tuple(
                 dataclasses.replace(fault, seed=seed) if fault.seed is None else fault
@@ -139,7 +139,6 @@ class FaultPlan:
         )
 
     def of_rank(self, rank: int) -> tuple[Fault, ...]:
-        """Return the faults of one rank."""
         return tuple(
             fault
             if fault.rank == rank
@@ -151,7 +150,7 @@ class FaultPlan:
     def going_on(self, left_out: Collection[int]) -> "FaultPlan":
         """Return the plan for a run that continues in new processes without some ranks.
 
-        It has the faults that last, on the ranks that stay, by their new numbers. A fault that strikes once is over.
+        It keeps the recurring faults of the remaining ranks, by their new numbers. A fault that occurs once is over.
         """
         return FaultPlan(
             tuple(
@@ -172,8 +171,8 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
     """Read faults; "none" are none.
 
     Raises:
-        UnknownName: No such site, or a fault has no such setting.
-        ConfigError: A value cannot be read, or cannot be.
+        UnknownName: There is no such site or setting.
+        ConfigError: A value cannot be read, or is not allowed.
     """
     if text.strip() == "none":
         return ()

@@ -1,4 +1,4 @@
-"""What a run shows and keeps: records, lines, tables."""
+"""Output of a run: records in files, lines and tables on the screen."""
 
 from stretto.json_lines import JsonLines, append_json_line, read_json_lines, replace_json
 from stretto_lab.observe.progress import Header, Progress, speed_text

@@ -1,4 +1,4 @@
-"""The lines that show a run as it goes."""
+"""The lines that show a run's progress."""
 
 import collections
 import dataclasses
@@ -15,33 +15,33 @@ from stretto_lab.patience import Patience, clock
 WINDOW = 20
 """Updates over which loss and rates are averaged: short enough to follow, long enough not to flicker."""
 LINE_SECONDS = 5.0
-"""Time between two plain lines of updates; the first and the last update always have one."""
+"""Seconds between two plain lines of updates; the first and the last update always get a line."""
 LANDING = "Stretto finishes and saves this update; a second stop ends at once"
 """The text after a stop signal."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """What does not change during a run."""
+    """The facts about a run that do not change while it trains."""
 
     updates: int | None
-    """Committed updates until the end; None where they do not end the run."""
+    """Number of updates that end the run; None if they do not end it."""
     seconds: float | None
-    """Training seconds until the end; None where they do not end the run."""
+    """Seconds of training that end the run; None if they do not end it."""
     samples: int | None = None
-    """Samples until the end; None where they do not end the run."""
+    """Number of samples that ends the run; None if they do not end it."""
     is_virtual: bool = False
-    """Whether the run has a virtual clock, so that its seconds are not those of who looks on."""
+    """Whether the run's seconds are virtual."""
     loss_unit: str = ""
-    """Of its losses, after a space."""
+    """Unit of the run's losses, after a space."""
     tokens_per_sample: int | None = None
-    """Of a language model."""
+    """Tokens in a sample of a language model; None for other models."""
     is_passing: bool = False
-    """Whether it is one of many: nothing of it stays on the screen, and a line comes only after some silence."""
+    """Whether it is one of many runs: its lines are erased, and one appears only after some silence."""
 
 
 class Progress(Observer):
-    """Shows loss, speed, the shares of time that ranks wait and the network is busy, and the time left."""
+    """Shows loss, speed, the shares of time spent waiting and using the network, and the remaining time."""
 
     def __init__(self, header: Header) -> None:
         self._header = header
@@ -55,7 +55,7 @@ class Progress(Observer):
 
     @contextmanager
     def watched(self) -> Iterator[Self]:
-        """Let no more than some seconds pass without a line, for the length of the block."""
+        """Print a line at least every few seconds during the block."""
         with closing(Patience(self._still)) as self._patience:
             yield self
 
@@ -64,11 +64,11 @@ class Progress(Observer):
         self._doing, self._since = what, time.monotonic()
 
     def follows(self, *, is_stopped: Callable[[], bool], share: Callable[[], float]) -> None:
-        """Hear where to ask whether a stop signal has come, and which part of the updates or samples is done."""
+        """Set the functions that return whether a stop signal has come, and the finished share of the run."""
         self._is_stopped, self._share = is_stopped, share
 
     def doing(self, what: str) -> None:
-        """Print the present step before the first update."""
+        """Print the current step before the first update."""
         self.waits(what)
         if not self._header.is_passing:
             self._print(what)
@@ -79,7 +79,7 @@ class Progress(Observer):
             self._patience.heard()
 
     def _still(self) -> str:
-        """Return the line after silence."""
+        """Return the line that ends a silence."""
         if self._is_stopped():
             return f"{LANDING}: {self._since_text()}"
         if self._recent and self._shown_step != self._recent[-1].update.step:
@@ -150,7 +150,7 @@ class Progress(Observer):
         )
 
     def _left_text(self) -> str:
-        """Say how many hours, if any, minutes and seconds remain until the first of the run's possible ends."""
+        """Return the time until the run ends, in hours, minutes and seconds."""
         last, averages = self._recent[-1], _Averages(self._recent)
         left = []
         if self._header.updates is not None:
@@ -166,7 +166,7 @@ class Progress(Observer):
 
 
 def speed_text(samples_per_second: float, tokens_per_sample: int | None) -> str:
-    """Return a speed as people of the field state it: in tokens of a language model, else in samples."""
+    """Return a speed in tokens for a language model, otherwise in samples."""
     if tokens_per_sample is None:
         return f"{samples_per_second:,.0f} samples/s"
     return f"{samples_per_second * tokens_per_sample:,.0f} tokens/s"
@@ -177,13 +177,13 @@ class _Moment(NamedTuple):
 
     update: Update
     seconds: float
-    """Of training so far."""
+    """Seconds of training so far."""
     share: float
-    """Of the run's updates or samples that is done; 0 where they do not end it."""
+    """Finished share of the run's updates or samples; 0 if they do not end the run."""
 
 
 class _Averages:
-    """Averages over the last updates: those after the oldest one kept, which marks the beginning of their time."""
+    """Averages over the last updates, without the oldest, which only marks the start of the time."""
 
     def __init__(self, recent: "collections.deque[_Moment]") -> None:
         updates = [moment.update for moment in recent][1:]
@@ -199,7 +199,7 @@ class _Averages:
         self.lane_share = sum(update.lane_seconds for update in updates) / seconds
         self.wait_share = sum(update.wait_seconds for update in updates) / seconds
         self.waits = self.wait_share >= 0.01
-        """Whether waiting for data takes a part of the time that is worth a place."""
+        """Whether waiting for data takes a noticeable share of the time."""
         self.is_echoed = echoed > 0
         self.echo_text = f"{fresh / max(1, fresh + echoed):.0%} fresh batches"
         if first_losses:

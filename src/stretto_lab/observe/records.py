@@ -1,7 +1,7 @@
 """The observers of a run, and the files that they write.
 
-A run that continues from a checkpoint drops the records after it and makes them again, so that the files read as if
-nothing had happened.
+A run that resumes from a checkpoint removes all records after it and writes them again, so the files read as if the run
+had never stopped.
 """
 
 from collections import defaultdict
@@ -15,36 +15,36 @@ from stretto_lab.faults import Application, Fault
 
 
 def strikes_file(folder: Path, rank: int) -> Path:
-    """Return where the strikes of faults on a rank are in the folder of a run."""
+    """Return the file with the injected faults of a rank, in the folder of a run."""
     return folder / "strikes" / f"rank-{rank}.jsonl"
 
 
 class Observer:
-    """Receives the events of a run, on rank 0 or on all ranks; must not touch model, optimizer or random states.
+    """Receives the events of a run, on rank 0 or on all ranks; it must not change model, optimizer or random states.
 
-    A subclass implements what it wants to hear of; the rest does nothing.
+    A subclass implements the methods it needs; the others do nothing.
     """
 
     def updated(self, update: Update, training_seconds: float) -> None:
-        """Hear of a committed update, `training_seconds` of training after the start of the run."""
+        """Receive a committed update, `training_seconds` of training after the start of the run."""
 
     def noticed(self, incident: Incident) -> None:
-        """Hear of damage that was found outside an update; that found in one is in its `incidents`."""
+        """Receive damage that was found outside an update; an update's own damage is in its `incidents`."""
 
     def evaluated(self, step: int, heldout_loss: float, training_seconds: float) -> None:
-        """Hear of the held-out loss after `step` committed updates."""
+        """Receive the held-out loss after `step` committed updates."""
 
     def close(self) -> None:
-        """End; nothing more will come."""
+        """End; no more events follow."""
 
 
 class StrikeRecorder(Observer):
-    """Writes what faults on purpose did to one rank: a line per fault and update in which it changed values.
+    """Writes the injected faults of one rank: a line per fault and update in which it changed values.
 
     Args:
         path: The file.
-        resumed_from: Committed updates of the checkpoint that the run continues from; later lines are dropped.
-        applications: Every strike on this rank so far, in order; grows.
+        resumed_from: Committed updates of the checkpoint from which the run resumes; later lines are removed.
+        applications: All occurrences on this rank so far, in order; the list grows.
     """
 
     def __init__(self, path: Path, resumed_from: int | None, applications: Sequence[Application]) -> None:
@@ -58,7 +58,6 @@ class StrikeRecorder(Observer):
         self._write()
 
     def close(self) -> None:
-        """Write the remaining records, and close the file."""
         self._write()
         self._lines.close()
 

@@ -1,4 +1,4 @@
-"""What a command does that trains nothing: stage by stage, how far each is, and how long it still takes."""
+"""Progress of commands that do not train: the current stage, its finished part, and its remaining time."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,12 +11,12 @@ T = TypeVar("T")
 
 
 class Stages:
-    """Shows one stage after the other, for the length of a block.
+    """Shows one stage after the other during a block.
 
-    A line comes at the beginning of each stage, and whenever there has been none for some seconds.
+    It prints a line at the beginning of each stage, and after some seconds of silence.
 
     Args:
-        is_shown: Whether anything is; False on ranks other than 0.
+        is_shown: Whether to print; False on ranks other than 0.
     """
 
     def __init__(self, *, is_shown: bool = True) -> None:
@@ -32,7 +32,7 @@ class Stages:
 
         Args:
             what: Name of the stage.
-            count: Of the steps that `advance` reports; 0 if unknown.
+            count: Number of steps that `advance` will report; 0 if unknown.
         """
         self._what, self._done, self._started = what, 0.0, time.monotonic()
         self._total = count
@@ -42,22 +42,22 @@ class Stages:
                 self._patience.heard()
 
     def advance(self) -> None:
-        """Hear that one more of the stage is done."""
+        """Count one more step of the stage."""
         self._done += 1
 
     def through(self, what: str, items: Sequence[T]) -> Iterator[T]:
-        """Yield items, the stage being all of them."""
+        """Yield items and count them; they are the whole stage."""
         self.begin(what, len(items))
         yield from self.counted(items)
 
     def counted(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield items of the stage that has begun, and count each when the next one is asked for."""
+        """Yield items of the current stage, and count each when the next item is requested."""
         for item in items:
             yield item
             self.advance()
 
     def close(self) -> None:
-        """Show no more."""
+        """Print no more."""
         if self._patience is not None:
             self._patience.close()
 

@@ -1,4 +1,4 @@
-"""Tables on the screen or in a file: the results of a comparison."""
+"""Tables of a comparison's results, on the screen or in a file."""
 
 import math
 import statistics
@@ -9,7 +9,7 @@ from stretto_lab.patience import COLUMNS
 
 
 def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows of cells under headings of several lines, in 80 columns: a name that is too long is folded."""
+    """Print rows of cells under headings of several lines, in 80 columns; long names are folded."""
     heads = [heading.split("\n") for heading in headings]
     depth = max(map(len, heads))
     top = zip(*([""] * (depth - len(head)) + head for head in heads), strict=True)
@@ -27,7 +27,7 @@ def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None
 
 
 LIMIT = "compute"
-"""The arm that never communicates; its rate is the limit of throughput."""
+"""The arm that never communicates; its rate limits the throughput."""
 
 Run = dict[str, Any]
 
@@ -35,7 +35,7 @@ Run = dict[str, Any]
 def print_comparison(runs: Sequence[Run]) -> None:
     """Print the medians of each arm, in the order of their first runs, and below them the range of several repeats.
 
-    A column in which no arm has a number is skipped. The table fits 80 columns.
+    It skips a column in which no arm has a number. The table fits 80 columns.
 
     Args:
         runs: Records of a comparison.
@@ -62,7 +62,7 @@ def _in_units(runs: Sequence[Run]) -> str:
 
 
 def shares_of_limit(own: Sequence[Run], runs: Sequence[Run]) -> list[float]:
-    """Return the rate of each run as a share of the rate of `LIMIT` in the same repeat, where both have one."""
+    """Return the rate of each run as a share of `LIMIT`'s rate in the same repeat, where both are known."""
     limits = {run["repeat"]: run["samples_per_second"] for run in runs if run["strategy"] == LIMIT}
     return [
         run["samples_per_second"] / limits[run["repeat"]]
@@ -72,7 +72,7 @@ def shares_of_limit(own: Sequence[Run], runs: Sequence[Run]) -> list[float]:
 
 
 def _comparison_columns(own: Sequence[Run], runs: Sequence[Run]) -> dict[str, tuple[str, str, str]]:
-    """Return median, least and greatest value of one arm's runs, by heading."""
+    """Return median, minimum and maximum of one arm's runs, by heading."""
     waited = [run["exposed_seconds"] / run["seconds"] for run in own if run["exposed_seconds"] is not None]
     return {
         "samples\nper s": _spread(_known(own, "samples_per_second"), "{:,.0f}".format),
@@ -86,16 +86,16 @@ def _comparison_columns(own: Sequence[Run], runs: Sequence[Run]) -> dict[str, tu
 
 
 def _known(runs: Sequence[Run], field: str) -> list[float]:
-    """Return the finite values that runs have there."""
+    """Return the finite values of a field."""
     return [run[field] for run in runs if run[field] is not None and math.isfinite(run[field])]
 
 
 def _spread(
     values: Sequence[float], text: Callable[[float], str], of: int | None = None
 ) -> tuple[str, str, str]:
-    """Return the median, and the least and greatest of values that differ.
+    """Return the median, and the minimum and maximum if they differ.
 
-    Where the values are fewer than `of`, the median says how many of those they are.
+    If there are fewer values than `of`, the median is followed by their number.
     """
     if not values:
         return "-", "", ""

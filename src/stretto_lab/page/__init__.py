@@ -1,4 +1,4 @@
-"""A page about runs, made from their folders alone."""
+"""A page about runs, made only from the files in their folders."""
 
 import dataclasses
 import hashlib
@@ -12,21 +12,20 @@ from stretto_lab.page.folder import read_folder
 __all__ = ["PAGE", "ReportConfig", "page_of", "report"]
 
 PAGE = "report.html"
-"""Name of the page that a run writes into its folder."""
+"""Name of the page in a run's folder."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReportConfig:
-    """The options of a report on folders."""
+    """The options of a report."""
 
     out: str | None = None
-    """The page, which needs no network and replaces an old file. None is report.html in its folder, or, for several
-    folders, a file in runs/ with their names.
-    """
+    """The page, which needs no network and replaces an old file. None writes report.html into the folder; for several
+    folders, a file in runs/ with their names."""
 
 
 def page_of(paths: Sequence[Path], config: ReportConfig) -> Path:
-    """Return where the page about some folders is written: one for each folder, and for each set of folders."""
+    """Return where to write the page about some folders; each folder, and each set of folders, has its own place."""
     if config.out is not None:
         return Path(config.out)
     folders = sorted({path.resolve() for path in paths})
@@ -38,14 +37,14 @@ def page_of(paths: Sequence[Path], config: ReportConfig) -> Path:
 
 
 def report(paths: Sequence[Path], config: ReportConfig) -> list[str]:
-    """Write the page about some folders, and return their gaps, one line each.
+    """Write the page about some folders, and return a line for each gap in their data.
 
     Args:
         paths: Folders of runs and comparisons.
-        config: What to write, and where.
+        config: Where to write it.
 
     Raises:
-        ConfigError: A folder is of another kind.
+        ConfigError: A folder is not that of a run or comparison.
         DiskError: The file cannot be written.
     """
     paths = list(dict.fromkeys(paths))

@@ -1,6 +1,6 @@
-"""The page: one HTML file with pictures in SVG, which opens offline and runs nothing.
+"""The page: one HTML file with SVG pictures, which opens offline and contains no scripts.
 
-`text` escapes all content of folders. A content security policy forbids scripts and requests.
+`text` escapes everything that folders contain. A content security policy forbids scripts and requests.
 """
 
 import html
@@ -16,9 +16,9 @@ from stretto_lab.page.folder import Column, Contents, Run, UpdateTime, formatted
 MOST_RUNS = 40
 """Whose losses are drawn."""
 MOST_ROWS = 300
-"""Of a table."""
+"""Rows of a table."""
 MOST_LETTERS = 2000
-"""Of one text from a folder."""
+"""Characters of one text from a folder."""
 MOST_POINTS = 1000
 """Of a run, evenly chosen of all: more than a picture has pixels."""
 _LEFT, _WIDTH, _HEIGHT = 60, 720, 260
@@ -26,13 +26,13 @@ _LEFT, _WIDTH, _HEIGHT = 60, 720, 260
 
 
 def text(value: str) -> str:
-    """Return text from a folder as text of the page."""
+    """Return text from a folder, escaped for the page."""
     shown = value if len(value) <= MOST_LETTERS else value[:MOST_LETTERS] + "…"
     return html.escape(printable(shown))
 
 
 def page(folders: Sequence[Contents]) -> str:
-    """Return the page of what some folders hold, in their order."""
+    """Return the page about some folders, in their order."""
     names = text(", ".join(folder.name for folder in folders))
     style = resources.files("stretto_lab.page").joinpath("page.css").read_text(encoding="utf-8")
     return "\n".join(
@@ -87,7 +87,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[s
 
 
 def _times(runs: Sequence[tuple[str, UpdateTime]]) -> Iterator[str]:
-    """Yield the two lanes of an average update of each run, and their milliseconds."""
+    """Yield the two lanes of each run's average update, and their milliseconds."""
     longest = max((time.seconds for _, time in runs), default=0.0)
     if not longest > 0:
         return

@@ -1,4 +1,4 @@
-"""What the folder of a run or of a comparison holds, as far as it can be read."""
+"""The content of a folder of a run or comparison, as far as it can be read."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,35 +14,35 @@ from stretto_lab.page.records import items, mapping, number, read_json, read_rec
 Column = NDArray[np.float64]
 
 UNKNOWN = "-"
-"""Stands for a number that is missing."""
+"""Replaces a missing number."""
 STEADY_AFTER = 3
-"""First updates that an average skips if there are others: memory is new, and overlapping only begins."""
+"""Number of first updates that an average skips if there are later ones: memory is new and overlap only begins."""
 _LIMITS = 0.2
-"""Share of an update from which waiting limits a run."""
+"""Share of an update above which waiting counts as the run's limit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UpdateTime:
-    """Seconds of an average update on rank 0; of a stock method, which does not report its parts, most are NaN."""
+    """Seconds of an average update on rank 0; mostly NaN for a stock method, which does not report these parts."""
 
     seconds: float
     exposed: float
-    """Waiting for other ranks."""
+    """Seconds of waiting for other ranks."""
     data: float
-    """Waiting for the loader."""
+    """Seconds of waiting for the loader."""
     lane: float
-    """The communication lane was busy; during the computing, if the strategy overlaps."""
+    """Seconds for which the communication lane was busy; these overlap the computing if the strategy overlaps."""
     updates: int
-    """How many are averaged over."""
+    """Number of updates in the average."""
 
     @property
     def compute(self) -> float:
-        """All that is not waiting."""
+        """Seconds without the waiting."""
         return float(np.maximum(0.0, self.seconds - self.exposed - self.data))
 
     @classmethod
     def of_updates(cls, columns: Mapping[str, Column]) -> Self | None:
-        """Return the average of a run, without evaluations and checkpoints; None for fewer than two updates."""
+        """Return the average of a run, without evaluations and checkpoints; None if it has fewer than two updates."""
         ends = columns["training_seconds"]
         first = STEADY_AFTER if len(ends) > STEADY_AFTER + 1 else 1
         if len(ends) < first + 1:
@@ -57,7 +57,7 @@ class UpdateTime:
 
     @classmethod
     def of_totals(cls, record: Mapping[str, Any]) -> Self | None:
-        """Return the average of an arm of a comparison, with its first updates; None where it is not known."""
+        """Return the average of an arm of a comparison, including its first updates; None if it is not known."""
         names = ("updates", "seconds", "exposed_seconds", "wait_seconds", "lane_seconds")
         updates, seconds, exposed, data, lane = (number(record.get(name)) for name in names)
         if not (updates > 0 and seconds > 0):
@@ -78,20 +78,20 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """What a folder holds."""
+    """The content of a folder."""
 
     name: str
     facts: dict[str, str]
-    """What ran, in the order in which it is shown."""
+    """Facts about the run, in the order of the page."""
     runs: Sequence[Run]
     events: Sequence[Sequence[str]] = ()
-    """Damage, repairs, restarts: update, kind and text."""
+    """Damage, repairs and restarts: update, kind and text."""
     gaps: list[str]
-    """What could not be read."""
+    """The parts that could not be read."""
 
 
 def read_folder(path: Path, name: str) -> Contents:
-    """Return what a folder holds, under a name of the caller's.
+    """Return the content of a folder, under a name that the caller gives.
 
     Raises:
         ConfigError: It is neither the folder of a run nor of a comparison.
@@ -159,7 +159,7 @@ def _read_comparison(path: Path, name: str) -> Contents:
 
 
 def formatted(value: float, pattern: str) -> str:
-    """Return a number as a pattern of `str.format` writes it, or the sign for one that is missing."""
+    """Return a number in a format of `str.format`, or the sign for a missing number."""
     return pattern.format(value) if np.isfinite(value) else UNKNOWN
 
 
@@ -170,7 +170,7 @@ def _evaluations(records: Iterable[Mapping[str, Any]]) -> Column:
 
 
 def _verdict(time: UpdateTime | None) -> dict[str, str]:
-    """Return what limited a run, and what to do about it; nothing where its times are not known."""
+    """Return the limit of a run and the advice; nothing if its times are not known."""
     if time is None or not np.isfinite(time.exposed) or not time.seconds > 0:
         return {}
     link, data = time.exposed / time.seconds, time.data / time.seconds
@@ -206,7 +206,7 @@ def _about(config: Mapping[str, Any], path: Path) -> dict[str, str]:
 
 
 def _machine(found: Mapping[str, Any]) -> dict[str, str]:
-    """Return processor and versions, as `describe_environment` has written them."""
+    """Return processor and versions, as `describe_environment` records them."""
     if not found:
         return {}
     processor = f"{found.get('processor')}, {found.get('cores')} cores"
@@ -219,7 +219,7 @@ def _machine(found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _settings(record: object) -> str:
-    """Return settings in one line, without those that are not set and without records in them."""
+    """Return settings in one line, without unset ones and without nested records."""
     settings = [
         f"{name} {value}"
         for name, value in mapping(record).items()

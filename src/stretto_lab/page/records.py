@@ -1,6 +1,6 @@
-"""Reading what a run has written, by somebody who cannot trust it: files may be damaged, half written or hostile.
+"""Readers of a run's files, which may be damaged, incomplete or hostile.
 
-Nothing here raises because of what a file holds. What cannot be read is skipped and named in a list of gaps.
+Nothing here raises because of a file's content. Unreadable parts are skipped and named in a list of gaps.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 from stretto.disk import read_whole
 
 LARGEST = 1e100
-"""Magnitude of a number that something can have measured; sums and squares of such numbers are finite."""
+"""Largest magnitude of a plausible measurement; sums and squares of such numbers are finite."""
 
 
 def number(value: object) -> float:
@@ -37,7 +37,7 @@ def mapping(value: object) -> dict[str, Any]:
 
 
 def read_json(path: Path, gaps: list[str]) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty one, and a gap, where there is none."""
+    """Return the object in a JSON file; if there is none, an empty object, and add a gap."""
     try:
         content = json.loads(read_whole(path))
     except FileNotFoundError:
@@ -54,12 +54,12 @@ def read_json(path: Path, gaps: list[str]) -> dict[str, Any]:
 
 
 def read_records(folder: Path, name: str, gaps: list[str], *, expected: bool) -> Iterator[dict[str, Any]]:
-    """Yield the objects in a file of JSON lines, and name the lines that are none.
+    """Yield the objects in a file of JSON lines, and add a gap that names the other lines.
 
     Args:
-        folder: Of the run.
-        name: Of the file, from there.
-        gaps: Receives the names of skipped records.
+        folder: The run's folder.
+        name: The file's path in the folder.
+        gaps: Receives the gaps.
         expected: Whether a missing file is a gap.
     """
     path = folder / name

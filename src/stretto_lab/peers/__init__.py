@@ -1,4 +1,4 @@
-"""PyTorch's own methods behind the interface of `DataParallel`: what ours are compared with."""
+"""PyTorch's own methods with the interface of `DataParallel`, to compare Stretto with."""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,22 +43,21 @@ def make_peer(
     scheduler: Any = None,
     **options: Any,
 ) -> Peer:
-    """Set up a stock method over all ranks of the job; all ranks must call.
+    """Set up a stock method over all ranks of the job; all ranks must call it.
 
     Args:
-        kind: One of `PEERS` by its name, or a callable that makes such a handle; its `options_type` is a record of
-            options.
+        kind: The name of one of `PEERS`, or a callable that makes a peer and has an `options_type`.
         model: On its device, with equal weights on all ranks. Train through the peer's `model`.
         optimizer: Over all trainable parameters of the model, not yet stepped; schedulers may set its rates.
         micro_batches: Per rank and update.
         clip_norm: Limit of the gradients' global norm; None does not clip.
-        scheduler: Stepped at every update; None leaves it to the caller.
-        options: Of that record.
+        scheduler: Stepped at every update; None if the caller steps one.
+        options: Fields of the method's `options_type`.
 
     Raises:
         UnknownName: There is no such method, or it has no such option.
-        ConfigError: `micro_batches` is below 1, an option cannot be, or the method needs a job of `torch.distributed`
-            and there is none.
+        ConfigError: `micro_batches` is below 1, an option has a value that is not allowed, or the method needs a job of
+            `torch.distributed` and there is none.
     """
     if isinstance(kind, str):
         if kind not in PEERS:
@@ -83,7 +82,7 @@ def make_peer(
 
 
 def options_of(kind: Callable[..., Peer]) -> type:
-    """Return the record of a method's options."""
+    """Return the class of a method's options."""
     found: type = getattr(kind, "options_type", NoOptions)
     return found
 

@@ -1,4 +1,6 @@
-"""The training loop around a stock method: micro-batches are counted, ranks agree on the end, updates are reported."""
+"""The training loop around a stock method: it counts micro-batches, agrees with other ranks on the end, and reports
+updates.
+"""
 
 import dataclasses
 import math
@@ -25,7 +27,7 @@ Batch = TypeVar("Batch")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NoOptions:
-    """The options of a method that has none."""
+    """The options of a method without options."""
 
 
 class Peer:
@@ -43,11 +45,11 @@ class Peer:
     """
 
     name: str
-    """On the command line."""
+    """Name on the command line."""
     needs_launcher = True
-    """Whether the method works in a job of `torch.distributed` only."""
+    """Whether the method needs a job of `torch.distributed`."""
     options_type: type = NoOptions
-    """Record of the method's options."""
+    """Class of the method's options."""
 
     def __init__(
         self,
@@ -90,11 +92,11 @@ class Peer:
     # What a stock method does in its own way
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return what the forward pass goes through."""
+        """Return the module for forward passes."""
         return model
 
     def prepare(self, is_last: bool) -> None:
-        """Get ready for the next micro-batch; gradients are exchanged only with the last one of an update."""
+        """Prepare for the next micro-batch; only the last one of an update exchanges gradients."""
 
     def step(self) -> None:
         """Change the parameters by the gradients."""
@@ -102,11 +104,11 @@ class Peer:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Show plain committed parameters in the given model inside the block; all ranks must enter."""
+        """Show the committed parameters in the given model during the block; all ranks must enter it."""
         yield
 
     def agree(self, tally: "Tally") -> Callable[[], "Totals"]:
-        """Start to exchange tallies; the returned function waits for the tallies of the other ranks."""
+        """Start to exchange tallies; the returned function waits for the other ranks' tallies."""
         own = tally.as_tensor()
         everybody = own.new_empty(self.world_size * len(own))
         work = method_of(self._control, "all_gather_single")(everybody, own)
@@ -126,7 +128,6 @@ class Peer:
 
     @property
     def world_size(self) -> int:
-        """How many ranks train."""
         return self.group.size()
 
     @property
@@ -136,7 +137,7 @@ class Peer:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes this rank has sent since the start; 0 where the group does not count (only throttled ones do)."""
+        """Bytes this rank has sent since the start; 0 if the group does not count them (only throttled groups do)."""
         counting = [group for group in self.measured if isinstance(group, ThrottledGroup)]
         return sum(group.sent_bytes for group in counting) - self._sent_to_start
 
@@ -149,8 +150,8 @@ class Peer:
     ) -> Iterator[Batch]:
         """Yield micro-batches until all ranks end at the same update.
 
-        As `DataParallel.feed`, but that a rank whose data have ended sees its last batch again, at weight zero: a stock
-        method needs a backward pass on every rank.
+        It works as `DataParallel.feed`, except that a rank whose data have ended repeats its last batch at weight zero:
+        a stock method needs a backward pass on every rank.
         """
         self._until, self._on_update = until, on_update
         batches, nothing = self._input.begin(loader, PeerUpdates(self)), object()
@@ -196,7 +197,7 @@ class Peer:
         self._tally.stop = True
 
     def end(self) -> None:
-        """End `feed` after the last update; all ranks must call, in `on_update`."""
+        """End `feed` after the last update; all ranks must call it, in `on_update`."""
         self._ended = True
 
     def finish(self) -> list[Update]:
@@ -239,7 +240,9 @@ class Peer:
         return self._input.fill(self._record(totals, norm, rates)) if totals.weight > 0 else None
 
     def _scale_and_clip(self, scale: float) -> float:
-        """Return the gradients' norm before clipping; nan without clipping, where a stock loop does not compute it."""
+        """Scale and clip the gradients; return their norm, or NaN without clipping, since a stock loop does not compute
+        it.
+        """
         # In the model's order, as a plain loop hands them over: the order decides the last bit of the norm.
         parameters = list(self.model.parameters())
         if scale != 1.0:
@@ -276,10 +279,10 @@ class Peer:
 
 
 class PeerUpdates:
-    """Returns to an `EchoLoader` the update of its next batch; the parameters of a stock method are not compared.
+    """Gives an `EchoLoader` the update of its next batch; a stock method's parameters are not compared.
 
     Args:
-        peer: On this rank.
+        peer: The method on this rank.
     """
 
     is_fixed = True
@@ -293,7 +296,6 @@ class PeerUpdates:
         return self._peer.begins_update
 
     def parameters(self) -> int | None:
-        """Return None."""
         return None
 
 
@@ -302,9 +304,9 @@ class Tally:
     """The counts of one rank since the last update."""
 
     micro_batches: int = 0
-    """How many were run, those of weight zero included."""
+    """Number of micro-batches, including those of weight zero."""
     counted: int = 0
-    """How many had a weight."""
+    """Number of micro-batches with a weight."""
     weight: float = 0.0
     """Sum of the weights."""
     loss_sum: float = 0.0
@@ -312,7 +314,7 @@ class Tally:
     samples: int = 0
     """Samples in the micro-batches that had a weight."""
     fresh_samples: int = 0
-    """Those at their first use."""
+    """Samples used for the first time."""
     stop: bool = False
     """Whether this rank wants to end."""
     exhausted: bool = False
@@ -329,29 +331,29 @@ class Tally:
             self.fresh_samples += fresh_samples
 
     def as_tensor(self) -> Tensor:
-        """Return what the other ranks need to know, in float64, which holds all counts exactly."""
+        """Return the counts for the other ranks in float64, which holds all of them exactly."""
         counts = (self.counted, self.weight, self.loss_sum, self.samples, self.fresh_samples)
         return torch.tensor((*counts, self.stop, self.exhausted), dtype=torch.float64)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
-    """What all ranks have counted since the last update."""
+    """The counts of all ranks since the last update."""
 
     micro_batches: tuple[int, ...]
-    """Micro-batches that had a weight, by rank."""
+    """Number of micro-batches with a weight, by rank."""
     weight: float
     """Sum of the weights of all ranks."""
     loss: float
-    """Weighted mean; nan without any weight."""
+    """Weighted mean; NaN if all weights are zero."""
     samples: int
     """Samples in those micro-batches."""
     fresh_samples: int
-    """Those at their first use."""
+    """Samples used for the first time."""
     stop: bool
     """Whether any rank wants to end."""
     exhausted: tuple[bool, ...]
-    """Whether the data have ended, by rank."""
+    """Whether each rank's data have ended."""
 
     @classmethod
     def of(cls, tallies: Tensor) -> "Totals":
@@ -369,5 +371,4 @@ class Totals:
         )
 
     def ends(self, until: Literal["any", "all"]) -> bool:
-        """Return whether the job ends with this update."""
         return self.stop or (any(self.exhausted) if until == "any" else all(self.exhausted))

@@ -1,4 +1,4 @@
-"""PyTorch's own methods to compare with: DDP, its hooks, ZeRO, local SGD, FSDP2; and no communication at all."""
+"""PyTorch's own methods to compare with: DDP, its hooks, ZeRO, local SGD, FSDP2, and training without communication."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -23,9 +23,9 @@ from stretto_lab.peers.peer import Peer, Tally, Totals
 class Compute(Peer):
     """Every rank trains alone: no method can be faster, and the ranks learn nothing from each other.
 
-    So its rate is a limit, but its held-out loss, that of rank 0's replica, is not. The records take it that all ranks
-    do what this one does. A rank that wants to stop says so in the store; every rank ends after the update at which it
-    reads that.
+    So its rate is the limit for all methods; its held-out loss, of rank 0's replica, is no limit. The records assume
+    that all ranks make the same progress. A rank that wants to stop writes so into the store; every rank ends after the
+    update at which it reads that.
     """
 
     name = "compute"
@@ -36,7 +36,7 @@ class Compute(Peer):
         self._store = self._control.get_group_store()
 
     def agree(self, tally: Tally) -> Callable[[], Totals]:
-        """Look into the store; nothing else is exchanged."""
+        """Read the store; ranks exchange nothing else."""
         if tally.stop:
             self._store.set("stop", "")
         tally.stop = self._store.check(["stop"])
@@ -69,7 +69,7 @@ class TorchDDPbf16(TorchDDP):
 
 
 def all_reduce_in_bf16(group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
-    """Run torch's own hook; under its own name DDP accepts it on accelerators only."""
+    """Run PyTorch's own hook; DDP accepts it under its own name only on accelerators."""
     averaged: Future[Tensor] = bf16_compress_hook(group, bucket)
     return averaged
 
@@ -79,8 +79,8 @@ class PowerSGDOptions:
     """Options of PowerSGD."""
 
     whole_updates: int = 2
-    """First updates, whose gradients are sent whole: the fewest that torch takes, because they decide on slow links. It
-    advises as many as the learning rate's warm-up takes."""
+    """Number of first updates that send whole gradients: the minimum of PyTorch, because they decide on slow links.
+    PyTorch advises as many as the learning rate's warm-up has."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -112,14 +112,14 @@ class TorchDDPPowerSGD(TorchDDP):
 
 
 class Replicas(Peer):
-    """A method whose ranks step alone, so that their replicas differ, and are averaged now and then.
+    """A method whose ranks step alone, so that replicas differ until they are averaged.
 
-    A rank's gradient is the mean of the rank's micro-batches; correct if all of them have the same weight.
+    A rank's gradient is the plain mean of its micro-batches, so their weights must be equal.
     """
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Show the mean of all replicas, and put each rank's own values back."""
+        """Show the mean of all replicas during the block, then restore each rank's values."""
         from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
         own = [parameter.detach().clone() for parameter in self.model.parameters()]
@@ -137,9 +137,9 @@ class LocalSGDOptions:
     """Options of torch's local SGD."""
 
     interval: int = 10
-    """Updates from one average of the replicas to the next."""
+    """Updates between two averages of the replicas."""
     whole_updates: int = 2
-    """First updates, which average gradients. Torch advises more of them, which decide on slow links."""
+    """Number of first updates, which average gradients. PyTorch advises more, but they decide on slow links."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -147,7 +147,7 @@ class LocalSGDOptions:
 
 
 class TorchLocalSGD(Replicas, TorchDDP):
-    """DDP for the first updates, then PostLocalSGDOptimizer: ranks step alone, and replicas are averaged at times."""
+    """DDP for the first updates, then PostLocalSGDOptimizer: ranks step alone and average replicas at intervals."""
 
     name = "torch-local-sgd"
     options_type = LocalSGDOptions
@@ -172,8 +172,8 @@ class TorchLocalSGD(Replicas, TorchDDP):
 class TorchDDPZero(TorchDDP):
     """DDP with ZeroRedundancyOptimizer: each rank steps a part of the parameters and broadcasts it.
 
-    Schedulers set the rates of the given optimizer; its settings are copied before every step to the optimizer with
-    the state.
+    Schedulers set the rates of the given optimizer. Its settings are copied before every step to the sharded optimizer,
+    which has the state.
     """
 
     name = "torch-ddp-zero"
@@ -226,7 +226,7 @@ class TorchFSDP2(Peer):
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Gather all parameters once and keep them inside the block: forward passes there need no other rank."""
+        """Gather all parameters once and keep them during the block, so that forward passes need no other rank."""
         modules = [*self._blocks, self._whole]
         for module in modules:
             module.unshard()

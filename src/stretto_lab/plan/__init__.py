@@ -1,4 +1,4 @@
-"""What to use: a job's work and link are measured, every strategy and wire is priced by them, and the prices ranked."""
+"""The planner measures a job's work and link, prices every strategy and wire by them, and ranks the prices."""
 
 from stretto_lab.plan.choice import Choice, choose
 from stretto_lab.plan.measure import Machine, measure

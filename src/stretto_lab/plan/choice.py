@@ -1,4 +1,4 @@
-"""A plan for a loop of the user's own: what to hand to `DataParallel`."""
+"""A plan for a user's own training loop: the arguments for `DataParallel`."""
 
 import copy
 import dataclasses
@@ -26,28 +26,29 @@ from stretto_lab.train.arms import Arm, parse_arm
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """What a plan chose for a loop; equal on all ranks."""
+    """The choice of a plan for a training loop; equal on all ranks."""
 
     arm: Arm
-    """As the command line takes it, with its wire."""
+    """The strategy and wire, as the command line writes them."""
     micro_batches: int | Clock
-    """For `DataParallel`: per rank and update, or by the clock where ranks are not equally fast and gain by it."""
+    """Micro-batches for `DataParallel`: a number per rank and update, or a clock if ranks differ in speed and gain by
+    it."""
     ranking: Ranking | None
-    """The prices of all candidates, and the measurements; None if a rank is alone."""
+    """The prices of all candidates, and the measurements; None if there is one rank only."""
 
     @property
     def strategy(self) -> Strategy:
-        """For `DataParallel`."""
+        """The strategy for `DataParallel`."""
         return self.arm.strategy()
 
     @property
     def wire(self) -> str:
-        """For `DataParallel`."""
+        """The wire for `DataParallel`."""
         return self.arm.wire
 
     @property
     def ranks_per_node(self) -> int | None:
-        """For `Options`; None unless ranks are on nodes and gain by it."""
+        """The value for `Options`; None unless ranks are on nodes and gain by it."""
         return self.arm.settings.get("ranks_per_node")
 
 
@@ -64,24 +65,24 @@ def choose(
 ) -> Choice:
     """Measure a loop's work and link for some seconds, and return the strategy and wire whose updates are the fastest.
 
-    Only those take part whose price in held-out loss is known and allowed. Measured is a copy of model and optimizer;
-    they, and the random states, are afterwards as they were. All ranks must call, before `DataParallel`. A rank that is
-    alone has nothing to choose, and takes the default.
+    It considers only strategies whose cost in held-out loss is known and allowed. It measures a copy of model and
+    optimizer; they and the random states stay unchanged. All ranks must call it before `DataParallel`. A single rank
+    gets the default.
 
     Args:
         model: On its device.
         optimizer: Over its trainable parameters.
-        loss_function: Returns the scalar loss of a model on a batch; it is called with the copy.
-        loader: This rank's batches, `batches + 2` of which are taken; from the beginning again where it ends sooner.
-        micro_batches: Per rank and update; or a clock, by which strategies that overlap accumulate. Others then have
-            its minimum.
+        loss_function: Returns the scalar loss of a model on a batch; the planner calls it with the copy.
+        loader: This rank's batches; the planner takes `batches + 2`, and starts again if the loader ends sooner.
+        micro_batches: Per rank and update; or a clock for the strategies that overlap. Others then have the clock's
+            minimum.
         batches: Micro-batches to time.
-        bucket_bytes: That of the job's `Options`; None is what its device has by default.
-        allow_loss: Nats of held-out loss that the choice may cost, where measured.
+        bucket_bytes: As in the job's `Options`; None is the default of the device.
+        allow_loss: Nats of held-out loss that the choice may cost, by measurement.
 
     Raises:
         ConfigError: The loader ends too soon, or the model is sharded.
-        CommunicationError: The ranks did not find each other, or another has failed.
+        CommunicationError: The ranks did not connect, or another rank has failed.
     """
     if any(map(is_dtensor, model.parameters())):
         raise ConfigError(
@@ -119,7 +120,7 @@ def _measured(
     loader: Iterable[Any],
     batches: int,
 ) -> Machine:
-    """Measure a copy, and put random states back."""
+    """Measure a copy, and restore the random states."""
     states = random_states(ranks.device)
     try:
         model, optimizer = copy.deepcopy((model, optimizer))

@@ -1,10 +1,9 @@
 """The numbers that decide how long an update takes, measured on the ranks of a job.
 
-Note [What is measured where]
-    Micro-batches and the optimizer are timed with all ranks at work, as in training. An exchange is timed twice: its
-    work on a rank that is alone, for every wire (packing, sums, norms, copies, the round report), and the link by
-    sending bytes that no code reads. One bucket shows how the cost of packing differs for the ranks of the job. All
-    this takes seconds, and changes a model that is then dropped.
+Note [What is measured where] The planner times micro-batches and the optimizer while all ranks compute, as in training.
+    It times the two parts of an exchange separately: a single rank's work for every wire (packing, sums, norms, copies,
+    the round report), and the link, on which it sends bytes that no code reads. A test with one bucket shows how the
+    cost of packing depends on the number of ranks. All this takes seconds, and changes a model that is then dropped.
 """
 
 import dataclasses
@@ -42,77 +41,77 @@ from stretto_lab.train.state import slowed
 from stretto_lab.train.workers import RankInfo, choose_device, joined_group
 
 WIRES = tuple(OF_WIRES)
-"""Wires that cost almost nothing in the loss."""
+"""Wires with almost no cost in loss."""
 _WARM_UP = 2
-"""First repeats of anything, which are skipped: memory is new."""
+"""Number of first repeats that every measurement skips: memory is new."""
 _EXCHANGES = 4
-"""Updates of a lone rank, by wire."""
+"""Number of updates that a single rank times for each wire."""
 _ROUND_TRIPS = 10
 _LINK_SECONDS = 0.3
-"""The shortest transfer, in seconds, that shows the link's rate."""
+"""Shortest transfer, in seconds, that is long enough to measure the link's rate."""
 _AT_ONCE = 8
-"""Collectives that are in progress together, as the buckets of a job are. One alone uses Gloo's links in one direction
-at a time, and takes up to twice as long."""
+"""Number of collectives in progress together, like the buckets of a job. A single one uses Gloo's links in one
+direction at a time, and takes up to twice as long."""
 _LARGEST_TRANSFER = 2**25
-"""Bytes above which a transfer does not grow, so that it needs no more memory: it is repeated."""
+"""Largest transfer in bytes, to bound memory; longer measurements repeat it."""
 _MOST_TRANSFERS = 2**12
-"""Enough for 2**37 bytes, which take 0.1 s at ten times the rate of today's fastest links between devices."""
+"""Most repeats of a transfer: 2**37 bytes in all, which take 0.1 s at ten times the rate of today's fastest links
+between devices."""
 _MOST_CORES = 1024
-"""As many as a set of cores has on Linux."""
+"""Most cores in a Linux set of cores."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """One rank's work, and the link to the others."""
+    """The times of one rank's work, and the link to the other ranks."""
 
     ranks: int
     parameters: int
-    """Trainable ones."""
+    """Trainable parameters."""
     forward_seconds: float
-    """Of one micro-batch."""
+    """Seconds of one micro-batch's forward pass."""
     backward_seconds: float
-    """Of one micro-batch."""
+    """Seconds of one micro-batch's backward pass."""
     load_seconds: float
-    """Until the loader has the next micro-batch, if nothing else is done meanwhile."""
+    """Seconds in which the loader makes the next micro-batch, if nothing else is done."""
     step_seconds: float
-    """Of the optimizer, over all parameters."""
+    """Seconds of an optimizer step over all parameters."""
     exchange_seconds: dict[str, float]
-    """By wire: what a whole exchange costs a rank or node alone, without the optimizer and the link."""
+    """By wire: seconds of a whole exchange on a single rank or node, without the optimizer and the link."""
     link: Link
-    """Of every rank to the others, in each direction, with all ranks sending; or of every node to the others."""
+    """The link of every rank, or of every node, to the others: in each direction, while all ranks send."""
     cores: float
-    """Processor cores for each rank of a machine; infinite where a device computes."""
+    """Processor cores per rank; infinite if a device computes."""
     jitter: float = 0.0
-    """A micro-batch takes up to this share more or less than the mean, if all times between are equally likely."""
+    """A micro-batch takes up to this share more or less than the mean; all times between are equally likely."""
     ranks_per_node: int = 1
-    """Consecutive ranks that share the link of their node."""
+    """Number of consecutive ranks that share the link of their node."""
     inside: Link = dataclasses.field(default_factory=Link)
-    """Of every rank to the ranks of its node, in each direction, with all ranks sending."""
+    """The link of every rank to the other ranks of its node: in each direction, while all send."""
     bucket_bytes: int = usual_bucket_bytes(torch.device("cpu"))
-    """What jobs have on its devices unless they say otherwise."""
+    """The default size of buckets on the machine's devices."""
     slowness: tuple[float, ...] = ()
-    """Factor on these times, but for the loader's, by rank; empty where all ranks are as fast."""
+    """By rank: factor on all times except the loader's; empty if all ranks are equally fast."""
     packing_seconds: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-    """Of the above, by the number of ranks and by wire: packing and unpacking; for the numbers that were asked for."""
+    """By number of ranks and by wire: seconds of packing and unpacking, which `exchange_seconds` includes."""
     shards: int = 1
-    """Ranks that hold one model together. Then all other fields are by node: their number, and the times, sizes and
-    bytes of one of its ranks, which exchanges with the ranks of the same shard.
-    """
+    """Ranks that hold one model together. If there are several, all other fields are per node: the number of nodes, and
+    the times, sizes and bytes of one rank, which exchanges with the ranks of the same shard."""
 
     @property
     def micro_batch_seconds(self) -> float:
-        """Forward and backward pass of one micro-batch."""
+        """Seconds of one micro-batch's forward and backward pass."""
         return self.forward_seconds + self.backward_seconds
 
     @property
     def slowest(self) -> float:
-        """Factor on the times of the slowest rank."""
+        """Factor on all times for the slowest rank."""
         return max(self.slowness, default=1.0)
 
     def with_ranks(self, ranks: int, slow: Mapping[int, float]) -> Self:
-        """Return the machine with as many ranks, some of them slower than they were measured.
+        """Return the machine with as many ranks, some of them slower than measured.
 
-        Ranks that were not measured are as slow as the slowest one.
+        Additional ranks are as slow as the slowest measured one.
         """
         measured = self.slowness if len(self.slowness) == ranks else (self.slowest,) * ranks
         factors = [factor * slow.get(rank, 1.0) for rank, factor in enumerate(measured)]
@@ -129,11 +128,11 @@ class Machine:
 
 
 class Ranks:
-    """All ranks of the default process group, on a group that no other code uses: an error on one reaches the others.
+    """All ranks of the default process group, on a private group; an error on one rank reaches the others.
 
     Args:
-        device: Where what they send each other is.
-        options: How long to wait for a rank.
+        device: The device of the tensors that ranks exchange.
+        options: The time limits of waits.
     """
 
     def __init__(self, device: torch.device, options: Options) -> None:
@@ -150,16 +149,16 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Report an error in the block to the other ranks; after it no code may use the group."""
+        """Report an error in the block to the other ranks; the group is unusable afterwards."""
         with self._lifetime.running():
             yield
         self._lifetime.finish()
 
     def gather(self, values: Sequence[float]) -> Tensor:
-        """Return what every rank gives, `(world_size, len(values))`, in float64; it waits for the last of them.
+        """Return the values of every rank, `(world_size, len(values))`, in float64; waits for all of them.
 
         Raises:
-            CommunicationError: Another rank does not come.
+            CommunicationError: Another rank does not answer.
         """
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
         whole = own.new_empty(self.group.size() * len(values))
@@ -167,11 +166,11 @@ class Ranks:
         return whole.view(-1, len(values)).cpu()
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Return how long `work` takes, until the device has done it."""
+        """Return the seconds that `work` takes, including the device's part."""
         return _seconds(work, self.device)
 
     def send(self, outgoing: Sequence[Tensor], to: Sequence[int], times: int = 1) -> None:
-        """Send of each tensor an equal part to each rank of `to`, all at once; these do the same.
+        """Send an equal part of each tensor to each rank of `to`, all at once; these ranks do the same.
 
         Args:
             outgoing: The bytes to send; received bytes are not read.
@@ -179,7 +178,7 @@ class Ranks:
             times: How often.
 
         Raises:
-            CommunicationError: Another rank does not come.
+            CommunicationError: Another rank does not answer.
         """
         part = outgoing[0].numel() // len(to)
         splits = [part * (rank in to) for rank in range(self.group.size())]
@@ -194,13 +193,13 @@ class Ranks:
 
 
 def measure(info: RankInfo, job: Job[TaskT], batches: int, numbers: Sequence[int] = ()) -> Machine:
-    """Measure on all ranks, and return what they took; every rank calls this with equal settings.
+    """Measure on all ranks, and return the times; every rank calls it with equal settings.
 
     Args:
         info: Which rank this is.
         job: The recipe and the link.
         batches: Micro-batches to time.
-        numbers: Of ranks that plans are made for.
+        numbers: Numbers of ranks to plan for.
 
     Raises:
         ConfigError: The recipe has no loss that trains, or its loader ends too soon.
@@ -239,20 +238,20 @@ def measure_task(
     shards: int = 1,
     numbers: Sequence[int] = (),
 ) -> Machine:
-    """Measure a task on all ranks, and return what they took; changes the task's model. All ranks must call.
+    """Measure a task on all ranks, and return the times; changes the task's model. All ranks must call it.
 
     Args:
-        ranks: Which have the model on their device.
-        task: Of this rank; its loader, model, loss and optimizer are used.
+        ranks: The ranks; the model is on their device.
+        task: This rank's task; its loader, model, loss and optimizer are used.
         batches: Micro-batches to time.
-        ranks_per_node: Ranks of this rank's node. Nodes count where there are several, all with equally many ranks.
-        stages: Show the present measurement.
-        shards: Ranks that hold the model together, as `train.shards.placed` has cut it; they are the node then.
-        numbers: Of ranks that plans are made for; packing is measured for these, too.
+        ranks_per_node: Ranks of this rank's node. Nodes count if there are several, all with the same number of ranks.
+        stages: Shows the current measurement.
+        shards: Ranks that hold the model together, as `train.shards.placed` has split it; they then are the node.
+        numbers: Numbers of ranks to plan for; packing is measured for these, too.
 
     Raises:
         ConfigError: The loader ends too soon.
-        CommunicationError: Another rank does not come.
+        CommunicationError: Another rank does not answer.
     """
     device = ranks.device
     stages.begin("measuring the loader", batches + _WARM_UP)
@@ -303,14 +302,14 @@ def measure_task(
 
 
 def _agreed_ranks_per_node(ranks: Ranks, own: int) -> int:
-    """Return how many ranks each node has; 1 if there are no separate nodes."""
+    """Return the number of ranks per node; 1 if there are no separate nodes."""
     world_size = ranks.group.size()
     is_even = bool((ranks.gather([own]) == own).all()) and world_size % own == 0
     return own if is_even and own < world_size else 1
 
 
 def _own_cores(ranks: Ranks) -> float:
-    """Return the number of this rank's cores; ranks may be bound to some each, as Slurm does, or share all."""
+    """Return the number of this rank's cores; each rank may be bound to some, as by Slurm, or all may share them."""
     own = {core % _MOST_CORES for core in usable_cores()}
     host = float(zlib.crc32(socket.gethostname().encode()))
     of_all = ranks.gather([host, *(float(core in own) for core in range(_MOST_CORES))])
@@ -319,12 +318,12 @@ def _own_cores(ranks: Ranks) -> float:
 
 
 def _of_all(ranks: Ranks, own: Machine, least_seconds: float) -> Machine:
-    """Return the machine of all ranks, which shall plan alike; of links and loaders the slowest counts.
+    """Return one machine for all ranks, so that they plan alike; for links and loaders, the slowest rank decides.
 
     Args:
         ranks: All of them.
-        own: What this rank has measured.
-        least_seconds: Of its micro-batches, the shortest.
+        own: This rank's measurements.
+        least_seconds: The shortest of its micro-batches.
     """
     links = [
         number
@@ -356,9 +355,10 @@ def _of_all(ranks: Ranks, own: Machine, least_seconds: float) -> Machine:
 
 
 def by_speed(least: Tensor, work: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how slow each rank is, and the longest times of work, each by the speed of the rank it was measured on.
+    """Return how slow each rank is, and the longest time of each kind of work, divided by the speed of the measuring
+    rank.
 
-    A disturbance only adds to a time. So a rank is as slow as its shortest micro-batch: a slow rank's is long too.
+    A disturbance only lengthens a time, so the shortest micro-batch shows how slow a rank is.
 
     Args:
         least: Seconds of the shortest micro-batch, by rank.
@@ -369,7 +369,7 @@ def by_speed(least: Tensor, work: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def measure_links(ranks: Ranks, ranks_per_node: int) -> tuple[Link, Link]:
-    """Return the link of every rank inside its node, and the link of every node to the others; all ranks must call."""
+    """Return the link between ranks of a node, and the link between nodes; all ranks must call it."""
     world_size, rank, each = ranks.group.size(), ranks.group.rank(), ranks_per_node
     if each == 1:
         return Link(), measure_link(ranks, range(world_size))
@@ -381,14 +381,14 @@ def measure_links(ranks: Ranks, ranks_per_node: int) -> tuple[Link, Link]:
 
 
 def measure_link(ranks: Ranks, to: Sequence[int]) -> Link:
-    """Return the link that every rank has to some others while all send; all ranks must call.
+    """Return the link between this rank and some others while all send; all ranks must call it.
 
     The latency is the one-way time of the smallest message. The rate comes from all transfers that take long enough.
     Where a transfer takes less than twice the latency, the rate is uncertain: it is then more likely too low.
 
     Args:
-        ranks: All of them.
-        to: This rank and those it sends to, as many on every rank.
+        ranks: All ranks.
+        to: This rank and its receivers; as many on every rank.
     """
     if len(to) == 1:
         return Link()
@@ -416,7 +416,7 @@ def measure_link(ranks: Ranks, to: Sequence[int]) -> Link:
 
 
 def _timed(loader: Any) -> Iterator[tuple[Any, float]]:
-    """Yield the loader's batches, epoch after epoch, with the seconds that each has taken."""
+    """Yield the loader's batches, epoch after epoch, with the seconds of each."""
     gives = True
     while gives:
         gives = False
@@ -440,7 +440,7 @@ def _jitter(taken: list[float]) -> float:
 
 
 def _alone(device: torch.device, shards: int) -> dict[str, Any]:
-    """Return what makes a job of a rank, or of a node of shards, that has no others; all ranks must call."""
+    """Return the arguments for a job of a single rank, or of a single node of shards; all ranks must call it."""
     if shards == 1:
         return {"group": SoloGroup()}
     from torch.distributed.device_mesh import init_device_mesh  # as in `placed`
@@ -452,7 +452,7 @@ def _alone(device: torch.device, shards: int) -> dict[str, Any]:
 def _exchange_seconds(
     task: Task, batch: Any, wire: str, device: torch.device, alone: Mapping[str, Any]
 ) -> float:
-    """Return how long the communication lane of a rank or node that is alone is busy with an update."""
+    """Return the seconds for which an update keeps the communication lane of a single rank or node busy."""
     task.optimizer.zero_grad()
     parallel = DataParallel(
         task.model, task.optimizer, ZeRO1(), options=Options(wire=wire, allow_unused=True), **alone
@@ -467,9 +467,9 @@ def _exchange_seconds(
 
 
 def _packing_seconds(name: str, ranks: int, parameters: int, device: torch.device) -> float:
-    """Return how long a rank packs and unpacks in an update: sums for and from all ranks, and what its owners change.
+    """Return the seconds for packing and unpacking in an update: sums for and from all ranks, and the owners' changes.
 
-    Every bucket costs as much as one of random values.
+    Every bucket costs as much as a bucket of random values.
     """
     wire = wire_by_name(name).of(torch.float32)
     if not isinstance(wire, PackedWire):
@@ -506,6 +506,5 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _await(device: torch.device) -> None:
-    """Wait until a device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

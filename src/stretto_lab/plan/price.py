@@ -1,11 +1,10 @@
-"""What an update of a strategy costs on a machine, by the virtual cluster: the code that would run, in virtual time.
+"""The cost of an update on a machine: the virtual cluster runs the strategy's own code in virtual time.
 
-Note [Waiting for the slowest]
-    Ranks that wait for each other take as long as the slowest of them, so what jitter costs grows with N. With n
-    micro-batches per update and a uniform jitter j, the slowest of N ranks lags behind the mean by about
-    z(N) j / sqrt(3 n), where z(N) is the expected maximum of N normal draws, and never by more than j. A twin of two
-    ranks has the same lag if its jitter is z(N) / z(2) times as large. Strategies that overlap hide a part of it, there
-    as in the job.
+Note [Waiting for the slowest] Ranks that wait for each other take as long as the slowest of them, so what jitter costs
+    grows with N. With n micro-batches per update and a uniform jitter j, the slowest of N ranks lags behind the mean by
+    about z(N) j / sqrt(3 n), where z(N) is the expected maximum of N normal draws, and never by more than j. A twin of
+    two ranks has the same lag if its jitter is z(N) / z(2) times as large. Strategies that overlap hide a part of the
+    lag, in the twin as in the job.
 """
 
 import dataclasses
@@ -26,56 +25,56 @@ from stretto_lab.train.arms import Arm
 from stretto_lab.virtual import Compute, VirtualCluster
 
 _WARM_UP = 3
-"""First updates, in which overlapping only begins."""
+"""Number of first updates, in which overlap only begins; they do not count."""
 _UPDATES = 6
-"""Updates that are counted; of strategies that send now and then, those of several intervals."""
+"""Number of counted updates; strategies that send rarely count several intervals."""
 _UPDATES_WITH_JITTER = 24
-"""As many where there is jitter: a price is their mean. The draws are the same for all arms."""
+"""Number of counted updates with jitter: a price is their mean. All arms have the same draws."""
 _UPDATES_BY_CLOCK = 12
-"""As many by the clock, whose updates differ."""
+"""Number of counted updates by the clock, whose updates differ."""
 _GUESSES = 2
-"""Times that the micro-batches of an update are counted again, where what overlaps takes its time from them."""
+"""Number of times that the micro-batches of an update are counted again if overlapped work slows them."""
 _MOST_JITTER = 0.95
-"""`Compute` refuses 1."""
+"""Largest jitter, since `Compute` refuses 1."""
 _INTERVALS = 3
 _BUSY_CORES = 2.0
-"""Cores per rank below which a communication lane takes its time from computing."""
+"""Cores per rank below which a communication lane slows computing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Price:
-    """What a strategy costs, per update and rank."""
+    """The cost of a strategy, per update and rank."""
 
     arm: str
-    """The strategy with its settings, as the command line takes it."""
+    """The strategy with its settings, as the command line writes it."""
     seconds: float
-    """Of an update."""
+    """Seconds per update."""
     exposed_seconds: float
-    """Of it, waiting for communication."""
+    """Seconds of these spent waiting for communication."""
     sent_bytes: float
-    """To other ranks, those of its node among them."""
+    """Bytes to other ranks, including the ranks of the same node."""
     memory_bytes: float
-    """Parameters, gradients, masters, an optimizer with two moments, and what the wire keeps."""
+    """Bytes of parameters, gradients, masters, an optimizer with two moments, and the wire's buffers."""
     micro_batches: float
-    """Per update and rank; by the clock a mean over ranks and updates."""
+    """Micro-batches per update and rank; by the clock a mean over ranks and updates."""
 
     @property
     def seconds_per_micro_batch(self) -> float:
-        """What decides the time to a number of samples."""
+        """Seconds per micro-batch, which decide the time to a number of samples."""
         return self.seconds / self.micro_batches
 
 
 def price(arm: Arm, machine: Machine, *, micro_batches: int, bucket_bytes: int | None = None) -> Price:
-    """Return what an arm costs on `machine`.
+    """Return the price of an arm on `machine`.
 
     Args:
         arm: A strategy of the library; its settings override the other arguments.
         machine: The measurements, perhaps with other ranks or another link.
-        micro_batches: Per rank and update, where the arm sets none.
-        bucket_bytes: Of the job, where the arm sets none; None takes the default of its device and number of ranks.
+        micro_batches: Number per rank and update, if the arm sets none.
+        bucket_bytes: Bucket size, if the arm sets none; None is the default of the job's device and number of ranks.
 
     Raises:
-        ConfigError: Its nodes are not those of the machine, or it has a setting that nothing prices.
+        ConfigError: Its nodes differ from the machine's, or the planner cannot price one of its settings.
     """
     micro_batches = arm.settings.get("micro_batches", micro_batches)
     clock = arm.settings.get("clock") if arm.overlaps else None
@@ -91,7 +90,7 @@ def price(arm: Arm, machine: Machine, *, micro_batches: int, bucket_bytes: int |
 
 
 def _priced(arm: Arm, machine: Machine, bucket_bytes: int, quota: int | Clock, micro_batches: float) -> Price:
-    """Return the price of an arm that makes `micro_batches` per rank and update, or about so many by the clock."""
+    """Return the price of an arm with `micro_batches` per rank and update, or about so many by the clock."""
     strategy = arm.strategy()
     ledger = ledger_of(strategy)
     twin = Twin.of(machine, bucket_bytes, by_node=_is_by_node(arm, machine))
@@ -127,18 +126,18 @@ def _mean_exposed(passed: Sequence[Passed]) -> float:
 
 
 def _mean_count(twin: Twin, passed: Sequence[Passed]) -> float:
-    """Return micro-batches per rank of the job and update."""
+    """Return the mean number of micro-batches per rank of the job and update."""
     return statistics.fmean(twin.mean(one.micro_batches) for one in passed)
 
 
 def compute_of(arm: Arm, machine: Machine, micro_batches: float, slowness: Sequence[float] = ()) -> Compute:
-    """Return what the work of an arm costs a rank of `machine`, in virtual time and without jitter.
+    """Return the cost of an arm's work for a rank of `machine`, in virtual time and without jitter.
 
     Args:
-        arm: Whose work.
+        arm: The arm.
         machine: The measurements.
-        micro_batches: Per rank and update, about.
-        slowness: Factor on a micro-batch, by rank; a loader is as slow for all of them.
+        micro_batches: Approximate number per rank and update.
+        slowness: Factor on a micro-batch, by rank; all ranks have equally slow loaders.
     """
     strategy = arm.strategy()
     ledger = ledger_of(strategy)
@@ -168,15 +167,15 @@ def compute_of(arm: Arm, machine: Machine, micro_batches: float, slowness: Seque
 
 
 def _owners(ledger: Ledger, machine: Machine) -> int:
-    """Return how many ranks share an optimizer that is not replicated."""
+    """Return the number of ranks that share an optimizer that is not replicated."""
     return machine.ranks_per_node if ledger.by_node else machine.ranks
 
 
 def _is_by_node(arm: Arm, machine: Machine) -> bool:
-    """Return whether an arm adds up inside nodes first.
+    """Return whether an arm sums inside nodes first.
 
     Raises:
-        ConfigError: Its nodes are not those of the machine.
+        ConfigError: Its nodes differ from the machine's.
     """
     each = arm.settings.get("ranks_per_node")
     if each is None and ledger_of(arm.strategy()).by_node:
@@ -192,7 +191,7 @@ def _is_by_node(arm: Arm, machine: Machine) -> bool:
 
 
 def _counted(strategy: Strategy, machine: Machine, quota: int | Clock) -> int:
-    """Return how many updates to count."""
+    """Return the number of updates to count."""
     ledger = ledger_of(strategy)
     interval = round(1 / (ledger.averages or ledger.outer_steps or 1.0))
     least = _UPDATES if isinstance(quota, int) else _UPDATES_BY_CLOCK
@@ -200,7 +199,7 @@ def _counted(strategy: Strategy, machine: Machine, quota: int | Clock) -> int:
 
 
 def _jitter_of_twin(machine: Machine, twin: Twin, micro_batches: float) -> float:
-    """Return the jitter with which a twin waits as long as all would; see Note [Waiting for the slowest]."""
+    """Return the jitter with which a twin waits as long as all ranks would; see Note [Waiting for the slowest]."""
     of_twin = _expected_maximum(max(twin.slowest, RANKS))
     growth = _expected_maximum(max(twin.num_slowest, RANKS)) / of_twin
     bound = math.sqrt(3 * micro_batches) / of_twin  # at which the lag is j
@@ -208,7 +207,7 @@ def _jitter_of_twin(machine: Machine, twin: Twin, micro_batches: float) -> float
 
 
 def _expected_maximum(draws: int) -> float:
-    """Return that of `draws` normal draws, by Blom's approximation."""
+    """Return the expected maximum of `draws` normal draws, by Blom's approximation."""
     return statistics.NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25))
 
 

@@ -1,4 +1,4 @@
-"""Which strategy and wire to use: the fastest whose price in loss is known to be small."""
+"""The ranking of strategies and wires: the fastest whose cost in loss is known to be small."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,12 @@ from stretto_lab.train.launch import Ranks
 from stretto_lab.virtual import parse_network
 
 RARE = {"local:rate=0.1": ("fp32", "int4"), **dict.fromkeys(AVERAGES, ("int4",))}
-"""Strategies that send now and then, and the wires on which they are priced."""
+"""Strategies that send rarely, and the wires to price them on."""
 UNEQUAL = 1.5
-"""How many times as slow as the fastest rank the slowest must be before the ranking tries a clock unasked: times on a
-shared machine vary by about as much.
-"""
+"""How many times as slow as the fastest rank the slowest must be before the ranking also tries a clock: times on a
+shared machine vary by about as much."""
 MOST_GROWTH = 4
-"""Times the micro-batches of an update that such a clock lets a rank make in a round at most."""
+"""Most micro-batches of a rank in a round by such a clock, as a multiple of the job's."""
 _BASE = "zero1"
 
 
@@ -38,10 +37,10 @@ class PlanConfig(Job[TaskT]):
     """
 
     ranks: tuple[int, ...] = ()
-    """Ranks to plan for, as 8,64,512, instead of the measuring ranks."""
+    """Numbers of ranks to plan for, as 8,64,512, instead of the measuring ranks."""
     network: str | None = None
-    """free, datacenter, ethernet, office, internet, or a link such as 100mbit,2ms: of every rank, or where nodes have
-    several ranks or shards of every node; None is the link that was measured."""
+    """free, datacenter, ethernet, office, internet, or a link such as 100mbit,2ms: of every rank, or of every node if
+    nodes have several ranks or shards; None is the measured link."""
     batches: int = 8
     """Micro-batches to time."""
     allow_loss: float = SMALL
@@ -63,10 +62,10 @@ class PlanConfig(Job[TaskT]):
             parse_network(self.network)
 
     def machines(self, measured: Machine) -> list[Machine]:
-        """Return the machines to plan for: as measured, but with the ranks, nodes and network that were asked for.
+        """Return the machines to plan for: as measured, but with the requested ranks, nodes and network.
 
         Raises:
-            ConfigError: Ranks do not fill their nodes, or the link between these is unknown.
+            ConfigError: Ranks do not fill their nodes, or the link between nodes is unknown.
         """
         return [
             self._machine(measured, ranks).with_ranks(ranks // self.shard, self._slow(ranks))
@@ -74,7 +73,7 @@ class PlanConfig(Job[TaskT]):
         ]
 
     def _slow(self, ranks: int) -> Mapping[int, float]:
-        """Return factors by rank; a node of shards is as slow as the slowest of its ranks."""
+        """Return slowness factors by rank; a node of shards is as slow as its slowest rank."""
         if outside := sorted(rank for rank in self.slow if not 0 <= rank < ranks):
             raise ConfigError(f"slow names rank {outside[0]}; the plan is for ranks 0 to {ranks - 1}")
         by_node: dict[int, float] = {}
@@ -111,20 +110,20 @@ class PlanConfig(Job[TaskT]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ranking:
-    """The prices of all arms on one machine, the fastest first."""
+    """The prices of all arms on one machine, the fastest arm first."""
 
     machine: Machine
     prices: tuple[Price, ...]
     bucket_bytes: int | None
-    """Of the job."""
+    """Bucket size of the job."""
     micro_batches: int
-    """Of the job, per rank and update; by the clock there are others."""
+    """Micro-batches of the job per rank and update; a clock chooses other numbers."""
     allow_loss: float = SMALL
     """Nats that the choice may cost."""
 
     @property
     def choice(self) -> Price:
-        """The fastest arm that costs no more in loss than is allowed; among equally fast arms, the most exact."""
+        """The fastest arm that costs no more loss than allowed; among equally fast arms, the most exact."""
         exact = [one for one in self.prices if self.evidence_of(one.arm).price <= self.allow_loss]
         limit = exact[0].seconds_per_micro_batch * ALIKE
         return min(
@@ -134,19 +133,19 @@ class Ranking:
 
     @property
     def base(self) -> Price:
-        """The default, which is exact."""
+        """The default strategy, which is exact."""
         return min(self.prices, key=self._preference)
 
     def growth(self, one: Price) -> float:
-        """Return how many times as large as the job's batch that of an arm is."""
+        """Return the size of an arm's batch as a multiple of the job's."""
         return one.micro_batches / self.micro_batches
 
     def evidence_of(self, arm: str) -> Evidence:
-        """Return what an arm costs on this machine."""
+        """Return the measured cost of an arm on this machine."""
         return evidence_of(arm, self.machine)
 
     def _preference(self, one: Price) -> tuple[int, float, int, int]:
-        """Return how exact an arm is: the smaller, the more; of two that are as exact, the one with fewer settings."""
+        """Return a sort key, smaller for more exact arms and, among equally exact arms, for fewer settings."""
         parsed = parse_arm(one.arm)
         of_average = self.evidence_of(one.arm).price if isinstance(parsed.strategy(), Average) else 0.0
         return (
@@ -157,7 +156,7 @@ class Ranking:
         )
 
     def why_not(self, other: Price) -> str:
-        """Return why an arm is not the choice, in a word or two."""
+        """Return in a word or two why an arm is not the choice."""
         choice, evidence = self.choice, self.evidence_of(other.arm)
         if other == choice:
             return "the choice"
@@ -185,14 +184,14 @@ def rank_by_time(
     Args:
         machine: The measurements, perhaps with other ranks or another link.
         micro_batches: Per rank and update.
-        bucket_bytes: Of the job; None takes the default of its device and number of ranks.
+        bucket_bytes: Bucket size of the job; None is the default of its device and number of ranks.
         allow_loss: Nats of held-out loss that the choice may cost.
-        prices_all: Also price arms that cost more or an unknown loss.
-        ranks_per_node: As in the job's options; None looks at one level too where the machine has nodes.
-        wire: The only one to look at; None looks at all.
-        clock: The clock for strategies that overlap; None lets all have fixed counts. "auto" looks at fixed counts
-            and, where ranks are not equally fast, at a clock too.
-        stages: Show how many arms are priced; None shows nothing.
+        prices_all: Whether to price also arms whose cost in loss is too high or unknown.
+        ranks_per_node: As in the job's options; None tries one level too if the machine has nodes.
+        wire: The only wire to consider; None considers all.
+        clock: The clock for strategies that overlap; None uses fixed counts. "auto" uses fixed counts and, if ranks
+            differ in speed, also tries a clock.
+        stages: Shows how many arms are priced; None shows nothing.
     """
     stages = stages or Stages(is_shown=False)
     frequent = [arm for arm, evidence in EVIDENCE.items() if evidence.nats is not None]
@@ -232,7 +231,7 @@ def rank_by_time(
 
 
 def _by_clocks(text: str, clocks: Sequence[Clock | None]) -> list[str]:
-    """Return an arm by each of the clocks, if it overlaps; None are fixed counts."""
+    """Return an arm with each of the clocks, if it overlaps; a clock of None means fixed counts."""
     if not parse_arm(text).overlaps:
         return [text]
     name, colon, settings = text.partition(":")
@@ -251,12 +250,12 @@ def _by_time(prices: Sequence[Price]) -> tuple[Price, ...]:
 
 
 def plan(job: PlanConfig[TaskT], ranks: Ranks, *, prices_all: bool = True) -> list[Ranking]:
-    """Measure a job on all ranks, and return a ranking for each number of ranks that is asked for.
+    """Measure a job on all ranks, and return a ranking for each requested number of ranks.
 
     Args:
-        job: What to measure and to plan for.
+        job: The job to measure.
         ranks: The ranks that measure.
-        prices_all: Of `rank_by_time`.
+        prices_all: As in `rank_by_time`.
 
     Raises:
         WorkerFailed: A rank failed.
@@ -281,12 +280,12 @@ def plan(job: PlanConfig[TaskT], ranks: Ranks, *, prices_all: bool = True) -> li
 
 
 def _fits(arm: Arm, micro_batches: int) -> bool:
-    """Return whether there is a micro-batch for every round of an update."""
+    """Return whether every round of an update has a micro-batch."""
     return ledger_of(arm.strategy()).rounds <= micro_batches
 
 
 def evidence_of(arm: str, machine: Machine) -> Evidence:
-    """Return what an arm costs on a machine."""
+    """Return the measured cost of an arm on a machine."""
     parsed = parse_arm(arm)
     replicas = machine.ranks // (machine.ranks_per_node if parsed.is_by_node else 1)
     return of_wire_too(parsed.strategy(), parsed.wire, replicas)

@@ -33,63 +33,63 @@ from stretto_lab.plan.measure import Machine
 from stretto_lab.virtual import Network, Uplink
 
 RANKS = 2
-"""Nodes of a twin, and ranks of each, where all ranks are equally fast."""
+"""Number of nodes of a twin, and of ranks per node, if all ranks are equally fast."""
 _PARAMETERS = 2**15
-"""Elements of a twin, about."""
+"""Approximate number of elements of a twin."""
 _TENSORS = 16
-"""Parameters of a twin: gradients come evenly over a backward pass."""
+"""Number of parameters of a twin, so that gradients come evenly during a backward pass."""
 _CLASSES = 4
-"""Classes of ranks at most."""
+"""Largest number of classes of ranks."""
 _AS_FAST = 1.05
-"""Factor between the times of ranks up to which they are of one class."""
+"""Ratio of two ranks' times up to which they are in one class."""
 
 
 class Passed(NamedTuple):
-    """Where a twin stands when an update has come."""
+    """The counts of a twin after an update."""
 
     seconds: float
     exposed_seconds: float
-    """Of this update."""
+    """Exposed seconds of this update."""
     sent_bytes: int
-    """Since the beginning."""
+    """Bytes sent since the start."""
     crossed_bytes: int
-    """Of them, sums and gathers between nodes, where there are two levels."""
+    """Bytes of these that sums and gathers sent between nodes, with two levels."""
     micro_batches: tuple[int, ...]
-    """Behind this update, by rank."""
+    """Micro-batches in this update, by rank."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Twin:
-    """A job that takes the same virtual time."""
+    """A small job that takes the same virtual time."""
 
     ranks: int
     ranks_per_node: int | None
-    """Of two levels."""
+    """Ranks per node if the job has two levels."""
     numel: int
-    """Of each of its tensors."""
+    """Elements in each of its tensors."""
     bucket_bytes: int
     network: Network
     scale_inside: float
-    """What a rank sends, over what a rank of the job sends: to all others, or with two levels inside its node."""
+    """Bytes that a rank of the twin sends per byte of a rank of the job: to all others, or with two levels inside its
+    node."""
     scale_across: float
-    """With two levels: what it sends to other nodes, over what a rank of the job does."""
+    """The same ratio for the bytes sent to other nodes, with two levels."""
     slowness: tuple[float, ...]
-    """Factor on a micro-batch of the machine, by rank."""
+    """By rank: factor on the machine's time for a micro-batch."""
     stands_for: tuple[float, ...]
-    """Ranks of the job, by rank."""
+    """By rank of the twin: the number of the job's ranks that it represents."""
     slowest: int
-    """Ranks that are as slow as the slowest one."""
+    """Number of ranks that are as slow as the slowest one."""
     num_slowest: int
-    """The same of the job."""
+    """Number of the job's ranks that are as slow as the slowest one."""
 
     def mean(self, values: Sequence[float]) -> float:
-        """Return the mean over the job's ranks of what each rank of the twin has."""
+        """Return the mean over the job's ranks, from one value for each rank of the twin."""
         weighted = [value * ranks for value, ranks in zip(values, self.stands_for, strict=True)]
         return sum(weighted) / sum(self.stands_for)
 
     @classmethod
     def of(cls, machine: Machine, bucket_bytes: int, *, by_node: bool) -> "Twin":
-        """Return the twin of a job."""
         each, nodes = machine.ranks_per_node, max(1, machine.ranks // machine.ranks_per_node)
         classes = _classes(machine)
         twin_each, twin_nodes = min(each, RANKS), len(classes) if each == 1 else min(nodes, RANKS)
@@ -128,7 +128,7 @@ class Twin:
     def train(
         self, strategy: Strategy, options: Options, quota: int | Clock, updates: int, group: Any
     ) -> list[Passed]:
-        """Return the course of each update."""
+        """Train the twin, and return its counts after each update."""
         model = nn.ParameterList(nn.Parameter(torch.ones(self.numel)) for _ in range(_TENSORS))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
         parallel = DataParallel(model, optimizer, strategy, micro_batches=quota, group=group, options=options)
@@ -154,14 +154,15 @@ class Twin:
 
 
 class _Class(NamedTuple):
-    """Ranks of the job that one rank of its twin stands for."""
+    """A group of the job's ranks that one rank of the twin represents."""
 
     slowness: float
     ranks: float
 
 
 def _classes(machine: Machine) -> list[_Class]:
-    """Return what each rank of a twin stands for, the fastest first; see Note [Ranks that are not equally fast].
+    """Return the ranks that each rank of a twin represents, the fastest first; see Note [Ranks that are not equally
+    fast].
 
     On nodes all ranks are as slow as the slowest.
     """
@@ -189,9 +190,9 @@ def _classes(machine: Machine) -> list[_Class]:
 
 
 def _crossing(nodes: int, each: int, by_node: bool) -> float:
-    """Return what a node's ranks send to others in a sum and a gather, in buffers' worth.
+    """Return how many buffers a node's ranks send to other nodes in a sum and a gather.
 
-    On one level a sum is an all-to-all, and a gather a ring that passes every slice on through one rank of each node.
+    On one level a sum is an all-to-all, and a gather is a ring that passes every slice through one rank of each node.
     """
     if by_node:
         return 2 * (1 - 1 / nodes)
@@ -199,9 +200,9 @@ def _crossing(nodes: int, each: int, by_node: bool) -> float:
 
 
 def _inside(nodes: int, each: int, by_node: bool) -> float:
-    """Return what a rank sends inside its node in a sum and a gather, in buffers' worth.
+    """Return how many buffers a rank sends inside its node in a sum and a gather.
 
-    On one level: its part of the all-to-all, and as a rank whose neighbour in the ring is of its node.
+    On one level these are its part of the all-to-all, and the ring's slices if its neighbour is in the same node.
     """
     if by_node:
         return 2 * _share_sent(each)
@@ -209,7 +210,7 @@ def _inside(nodes: int, each: int, by_node: bool) -> float:
 
 
 def _network(inside: Link, across: Link, nodes: int, each: int) -> Network:
-    """Return that of nodes whose ranks reach each other over `inside`, and share `across` towards other nodes."""
+    """Return a network of nodes: ranks reach each other over `inside`, and share `across` towards other nodes."""
     if each == 1:
         return Network(link=across)
     ranks = [tuple(range(node * each, (node + 1) * each)) for node in range(nodes)]

@@ -1,4 +1,4 @@
-"""Models and data that a run starts from, by name."""
+"""Models and data for runs, by name."""
 
 from collections.abc import Callable
 
@@ -15,18 +15,18 @@ RECIPES: dict[str, Callable[[], TaskConfig]] = {
     "digits-resnet": DigitsResNet,
     "language": Language,
 }
-"""From the name on the command line to the recipe: what it returns are the default options."""
+"""By name on the command line: the recipe, which returns its default options."""
 
 
 def recipe(name: str) -> TaskConfig:
     """Return the default options of a recipe.
 
     Args:
-        name: One of `RECIPES`, or the place of the user's own: path/to/file.py:function or package.module:function.
+        name: One of `RECIPES`, or a user's own recipe: path/to/file.py:function or package.module:function.
 
     Raises:
         UnknownName: There is no such recipe.
-        ConfigError: The user's own cannot be imported, or is no recipe.
+        ConfigError: The user's own recipe cannot be imported, or is not a recipe.
     """
     if names_own(name):
         return own_recipe(name)

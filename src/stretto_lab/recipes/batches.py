@@ -1,5 +1,4 @@
-"""Micro-batches in one seeded global order, dealt to the ranks one after another; a saved state continues at any of
-them.
+"""Micro-batches in one seeded global order, dealt to the ranks in rotation; a saved state can resume at any of them.
 
 Seed and epoch give a permutation of the samples. The micro-batches of an epoch are consecutive runs of `size`
 samples; an incomplete last run is skipped. Epochs follow each other without end. Of `W` ranks, rank `r` takes the
@@ -37,16 +36,17 @@ class Samples(Protocol[BatchOut]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deal:
-    """The remaining places of the global order, and the rank of each."""
+    """The remaining places of the global order, and the rank for each."""
 
     world_size: int
     """Number of ranks."""
     update: int
-    """Micro-batches of all ranks together after which rank 0 follows again."""
+    """Micro-batches of all ranks together after which the rotation starts again at rank 0."""
     frontier: int = 0
-    """From this place on nothing has been taken yet."""
+    """The first place that no rank has passed."""
     skipped: tuple[int, ...] = ()
-    """Before it, micro-batches that were not taken: in an earlier deal some ranks were further than others."""
+    """Places before the frontier whose micro-batches were not used: in an earlier deal some ranks were further than
+    others."""
 
     def place(self, index: int) -> int:
         """Return the place of a remaining micro-batch, counted in order."""
@@ -57,12 +57,12 @@ class Deal:
         return place >= self.frontier or place in self.skipped
 
     def index(self, rank: int, taken: int) -> int:
-        """Return the index of the remaining micro-batch that a rank takes after so many."""
+        """Return the place of the micro-batch that a rank takes after `taken` others, among the remaining ones."""
         updates, turn = divmod(taken, len(range(rank, self.update, self.world_size)))
         return updates * self.update + rank + turn * self.world_size
 
     def again(self, consumed: Sequence[int], world_size: int, update: int) -> "Deal":
-        """Return the deal of the remaining micro-batches after every rank has taken so many."""
+        """Return the deal of the remaining micro-batches after every rank has consumed its number."""
         following = [self.index(rank, taken) for rank, taken in enumerate(consumed)]
         begin = min(following)  # all before it was taken by whoever had it
         taken = {
@@ -133,7 +133,7 @@ class MicroBatches(Generic[Batch]):
             yield batch
 
     def at(self, rank: int, world_size: int) -> "MicroBatches[Batch]":
-        """Return the same order from its beginning, as one rank of so many takes it; nothing is read or built."""
+        """Return the same order from its beginning for another rank and world size; nothing is read or built."""
         return MicroBatches(
             self.samples, self.size, rank=rank, world_size=world_size, seed=self.seed, workers=self.workers
         )
@@ -163,7 +163,7 @@ class MicroBatches(Generic[Batch]):
         return self._deal.place(self._deal.index(self.rank, taken))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far this rank is, and what the order depends on."""
+        """Return the progress of this rank, and the settings of the order."""
         return {
             "seed": self.seed,
             "per_epoch": self.per_epoch,
@@ -200,13 +200,13 @@ class MicroBatches(Generic[Batch]):
 
 
 def _begin_reading(number: int) -> None:
-    """Begin a process that reads ahead, which PyTorch alone would end up to five seconds after its rank."""
+    """Start a process that reads ahead, and end it with its rank; PyTorch alone would take up to five seconds."""
     end_with_parent()
 
 
 @dataclass(frozen=True, slots=True)
 class _Reading(Generic[Batch]):
-    """What a worker process has of the data."""
+    """A worker process's copy of the data."""
 
     samples: Samples[Batch]
 
@@ -224,8 +224,8 @@ def reshard(
 ) -> dict[str, Any]:
     """Return the loader state for `rank` of `world_size`, from the saved states of all ranks.
 
-    At the same world size it is that rank's own state. At another, the new ranks take exactly what no rank had
-    taken, in order, however unequally far the ranks had come.
+    At the same world size this is the rank's own state. At another world size, the new ranks take exactly the
+    micro-batches that no rank had taken, in order, even if some ranks were further than others.
 
     Args:
         states: `state_dict()` of every rank of the saved run, in rank order.

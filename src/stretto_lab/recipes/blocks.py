@@ -1,9 +1,8 @@
-"""Documents as blocks of tokens, packed one after the other.
+"""Documents packed one after the other into blocks of tokens.
 
-Packing needs the lengths of documents, which only the tokenizer knows. So the global order is one of *parcels*,
-consecutive runs of documents. A parcel is tokenised as a whole, in a worker, and cut into blocks; its last block is
-filled up with ends of documents, of which no loss is taken. So a rank can continue in the middle of a parcel without
-knowing what came before it.
+Packing needs the lengths of documents, which only the tokenizer knows. So the global order is an order of *parcels*,
+consecutive runs of documents. A worker tokenises a parcel as a whole and cuts it into blocks; the last block is filled
+with end tokens, which add no loss. So a rank can resume in the middle of a parcel without the documents before it.
 """
 
 from collections.abc import Iterator
@@ -19,17 +18,17 @@ from stretto_lab.recipes.batches import MicroBatches
 from stretto_lab.recipes.text import Tokens, Window, Windows
 
 PARCELS, PARCEL = 64, 64
-"""A parcel has at most `PARCEL` documents, and fewer where an epoch would have less than `PARCELS` of them."""
+"""A parcel has at most `PARCEL` documents, and fewer if an epoch would have less than `PARCELS` parcels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Documents by index; a run of them is a stream of tokens."""
+    """Documents by index; consecutive documents form a stream of tokens."""
 
     rows: Any
-    """Of `datasets`."""
+    """A data set of `datasets`."""
     column: str
-    """That of the text; one that is missing is empty."""
+    """Name of the column with the text; a missing text counts as empty."""
     tokens: Tokens
     """The tokenizer."""
 
@@ -37,7 +36,7 @@ class Streams:
         return len(self.rows)
 
     def batch(self, indices: Tensor) -> Tensor:
-        """Return the tokens of the documents `indices`, the end after each."""
+        """Return the tokens of the documents `indices`, with an end token after each."""
         texts = self.rows[indices.tolist()][self.column]
         return self.tokens.stream([(text or "").encode() for text in texts])
 
@@ -45,8 +44,8 @@ class Streams:
 class Packed:
     """One rank's micro-batches of packed blocks, without end; a saved state continues at any of them.
 
-    Of `W` ranks, rank `r` takes the parcels `r, r + W, ...` of the global order. An update sees the same blocks at
-    every world size only where all parcels have equally many.
+    Of `W` ranks, rank `r` takes the parcels `r, r + W, ...` of the global order. An update has the same blocks at every
+    world size only if all parcels have equally many blocks.
 
     Args:
         documents: The data.
@@ -82,7 +81,8 @@ class Packed:
         self._before = self._parcels.state_dict()
         """State before the parcel that is being cut."""
         self._begun: dict[int, int] = {}
-        """Blocks that have been given out of it, and of others that ranks of another number had begun; by place."""
+        """By place: number of blocks already returned from this parcel, and from parcels that ranks of another world
+        size had started."""
 
     def __iter__(self) -> Iterator[Window]:
         self._parcels.load_state_dict(self._before)
@@ -110,7 +110,7 @@ class Packed:
             before, parcel = self._parcels.state_dict(), self._parcels.position
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state before the parcel that is being cut, and the number of blocks given out since then."""
+        """Return the state before the current parcel, and the number of blocks returned since then."""
         return {**self._before, "length": self.length, "begun": [list(one) for one in self._begun.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -130,13 +130,12 @@ class Packed:
 
 
 def blocks_of(stream: Tensor, length: int, end: int) -> Windows:
-    """Return a stream cut into blocks; the last one is filled up with ends of documents, which predict nothing."""
+    """Return a stream cut into blocks; the last block is filled with end tokens, which add no loss."""
     filled = max(length + 1, len(stream) + (1 - len(stream)) % length)
     return Windows(functional.pad(stream, (0, filled - len(stream)), value=end), length, end)
 
 
 def joined(windows: list[Window]) -> Window:
-    """Return the windows as one micro-batch."""
     return Window(
         torch.cat([one.inputs for one in windows]),
         torch.cat([one.targets for one in windows]),

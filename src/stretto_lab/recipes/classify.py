@@ -1,4 +1,4 @@
-"""Classification: images with their classes, the loss, and the share that is right."""
+"""Classification: images with their classes, the loss, and the accuracy."""
 
 from collections.abc import Iterable
 from typing import NamedTuple

@@ -1,7 +1,7 @@
-"""Text to learn from: the sources of the Python standard library.
+"""Text from the source code of the Python standard library.
 
-A document is used for training or held out *as a whole*; a hash of its name decides. So no file is on both sides, and
-a file stays on its side when others are added or removed.
+A document is used for training or held out *as a whole*; a hash of its name decides. So no file is on both sides, and a
+file stays on its side when others are added or removed.
 """
 
 import os
@@ -20,12 +20,12 @@ NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "lib2to3"}
 )
 HELDOUT_SHARE = 0.1
-"""Of the documents."""
+"""Share of documents that are held out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Text:
-    """How much of the sources is used."""
+    """How much of the source code is used."""
 
     megabytes: float = 8.0
     """Most text to read, in units of 10**6 bytes, both sides together. The library has about 10 in all; 8 are
@@ -41,21 +41,21 @@ class Document(NamedTuple):
     """A text that is read only when needed."""
 
     name: str
-    """Name within its source; decides the side."""
+    """Name within its source; the name decides the side."""
 
     read: Callable[[], bytes]
     """Returns the text."""
 
     @property
     def place(self) -> float:
-        """A number in [0, 1) that depends on the name alone; below `HELDOUT_SHARE` the document is held out."""
+        """A number in [0, 1) that depends only on the name; below `HELDOUT_SHARE` the document is held out."""
         digest = blake2b(self.name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
         # 53 bits: a double holds them exactly, so the number stays below 1.
         return (int.from_bytes(digest, "big") >> 11) / 2**53
 
 
 class Corpus(NamedTuple):
-    """The two sides: name to text, sorted by the documents' places."""
+    """The two sides, each as texts by name, sorted by the documents' places."""
 
     train: dict[str, bytes]
     heldout: dict[str, bytes]
@@ -72,7 +72,7 @@ def read_corpus(text: Text) -> Corpus:
 
 
 def _read(documents: list[Document], num_bytes: int) -> dict[str, bytes]:
-    """Read documents until there are `num_bytes`; empty ones are skipped."""
+    """Read documents up to `num_bytes`; empty documents are skipped."""
     texts: dict[str, bytes] = {}
     for document in documents:
         if num_bytes <= 0:

@@ -23,19 +23,19 @@ HELDOUT_SHARE = 0.2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DigitsResNet:
-    """A small residual network on pictures of handwritten digits; about 75,000 parameters, SGD with momentum."""
+    """A small residual network for pictures of handwritten digits; about 75,000 parameters, SGD with momentum."""
 
     loss_unit: ClassVar[str] = "nats per image"
-    """Of its losses."""
+    """Unit of the losses."""
 
     width: int = 16
     """Channels of the first block; the third has four times as many."""
 
     batch: int = 32
-    """Images per micro-batch; at least 2, because batch normalisation takes its statistics from them."""
+    """Images per micro-batch; at least 2, because batch normalisation needs statistics."""
 
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    """Which of the two trains the model."""
+    """The optimizer."""
 
     lr: float | None = None
     """Learning rate after the warm-up; None takes 0.05 for sgd and 0.003 for adamw."""
@@ -69,8 +69,6 @@ class DigitsResNet:
 
 @dataclass(frozen=True, slots=True)
 class Digits:
-    """Images, read by index."""
-
     images: Images
 
     def __len__(self) -> int:
@@ -81,7 +79,7 @@ class Digits:
 
 
 def load_digits() -> tuple[Images, Images]:
-    """Return the images to train on and those held out, which do not depend on the run's seed.
+    """Return the training images and the held-out images, which do not depend on the run's seed.
 
     Raises:
         MissingExtra: scikit-learn is not installed.

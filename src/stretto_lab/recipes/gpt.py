@@ -15,7 +15,7 @@ Architecture = Literal["gpt2", "llama"]
 
 
 class Shape(NamedTuple):
-    """The dimensions that decide the number of parameters."""
+    """The dimensions of a model, which decide its number of parameters."""
 
     layers: int
     width: int
@@ -42,7 +42,7 @@ def shape_of(size: str) -> Shape:
     """Return the dimensions of a name in `SHAPES`, or of LAYERSxWIDTHxHEADS.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: The text is neither.
     """
     if size in SHAPES:
         return SHAPES[size]
@@ -71,7 +71,7 @@ def causal_lm(
         shape: Layers, width and heads.
         vocabulary: Number of tokens.
         context: Longest input.
-        dtype: Of the parameters.
+        dtype: Dtype of the parameters.
         seed: Decides the initial parameters; the caller's random state is not changed.
 
     Raises:
@@ -104,7 +104,7 @@ def from_config(config: Any, dtype: torch.dtype, seed: int) -> nn.Module:
 
     Args:
         config: A configuration of `transformers`.
-        dtype: Of the parameters.
+        dtype: Dtype of the parameters.
         seed: Decides the initial parameters.
     """
     transformers = extra("transformers", "a language model")
@@ -115,7 +115,9 @@ def from_config(config: Any, dtype: torch.dtype, seed: int) -> nn.Module:
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Give the parameters of a model another dtype; not its buffers, as `model.to` would: rotary frequencies stay."""
+    """Convert the parameters of a model to another dtype, but not its buffers as `model.to` would: rotary frequencies
+    stay.
+    """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model

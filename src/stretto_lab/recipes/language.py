@@ -1,4 +1,4 @@
-"""The recipe `language`: a causal language model on local text, from nothing or from a model folder."""
+"""The recipe `language`: a causal language model on local text, with new parameters or from a model folder."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -21,17 +21,17 @@ from stretto_lab.recipes.task import Task, extra, mean_loss
 from stretto_lab.recipes.text import Subwords, Window, sampled
 
 BYTES = 257
-"""Tokens of a BPE that has learned nothing: the bytes, and the end of a document."""
+"""Smallest vocabulary: a BPE without training has the bytes, and the end of a document."""
 TRAINED_ON = 100_000_000
-"""Most characters of text that a BPE is trained on; it takes about a minute."""
+"""Most characters of text to train a BPE on; this takes about a minute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Documents:
-    """The unit that counts as one document."""
+    """The definition of a document."""
 
     unit: Unit = "file"
-    """In text files: a file, a paragraph (up to an empty line) or a line; in other formats it is a row."""
+    """In text files a document is a file, a paragraph (up to an empty line) or a line; in other formats it is a row."""
 
     column: str = "text"
     """Column of the rows that holds the text."""
@@ -42,15 +42,14 @@ class Documents:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnTokens:
-    """The tokenizer that is made where there is none: a byte-level BPE."""
+    """A byte-level BPE that the run trains if there is no tokenizer."""
 
     vocabulary: int = BYTES
-    """Number of its tokens; 257, the bytes and the end of a document, need no training."""
+    """Number of tokens; 257, the bytes and the end of a document, needs no training."""
 
     folder: str | None = None
-    """Where it is written, and read from once it is there; a run takes a folder in its own, so that it has the same
-    after a resume.
-    """
+    """Folder that it is written to, or read from if it exists; by default a run uses its own folder, and so has the
+    same tokenizer after a resume."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -62,18 +61,18 @@ class Language:
     """A causal language model on your own text; pre-training, fine-tuning, LoRA, with no download."""
 
     loss_unit: ClassVar[str] = "nats per token"
-    """Of its losses."""
+    """Unit of the losses."""
 
     model: str = "gpt2"
-    """Folder, config.json or a size; a folder brings parameters, the others begin with new ones. Sizes are gpt2 and
-    llama-tiny."""
+    """Folder, config.json or the name of a size; a folder contains parameters, the others start with new ones. Names
+    are gpt2 and llama-tiny."""
 
     data: str | None = None
-    """File or folder of text, JSON lines or Parquet; or what save_to_disk of datasets has written. The endings of files
-    say which (.txt, .md, .raw, .json, .jsonl, .parquet)."""
+    """File or folder of text, JSON lines or Parquet, or a folder that save_to_disk of datasets has written. File
+    endings decide the format (.txt, .md, .raw, .json, .jsonl, .parquet)."""
 
     tokenizer: str | None = None
-    """Folder of a tokenizer; None takes that of the model's folder, or else one is made (own_tokens)."""
+    """Folder of a tokenizer; None uses the tokenizer in the model's folder, or else trains one (own_tokens)."""
 
     length: int = 256
     """Tokens the model reads at once."""
@@ -82,7 +81,7 @@ class Language:
     """Blocks per micro-batch."""
 
     lora_rank: int | None = None
-    """Rank of LoRA's adapters, which alone are trained; None trains the whole model."""
+    """Rank of LoRA's adapters, which are then the only trained parameters; None trains the whole model."""
 
     optimizer: LanguageOptimizer = "adamw"
     """Optimizer of the model; its own options are below."""
@@ -97,22 +96,22 @@ class Language:
     """Processes per rank that read and tokenise ahead; 0 does it in the loop."""
 
     documents: Documents = field(default_factory=Documents)
-    """The unit that counts as one document."""
+    """The definition of a document."""
 
     heldout: Heldout = field(default_factory=Heldout)
     """The held-out data."""
 
     own_tokens: OwnTokens = field(default_factory=OwnTokens)
-    """The tokenizer that is made where there is none."""
+    """The tokenizer that the run trains if there is none."""
 
     adamw: AdamW = field(default_factory=AdamW)
-    """Options of adamw, also together with muon."""
+    """Options of adamw, also used together with muon."""
 
     schedule: Schedule = field(default_factory=Schedule)
     """The learning rate over the updates."""
 
     sample: int = 200
-    """Most tokens of the text that the model writes at the end."""
+    """Most tokens of the sample text at the end."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -124,14 +123,14 @@ class Language:
             )
 
     def check(self) -> None:
-        """Raise where files are missing or wrong, before there are workers; see `OverFiles`."""
+        """Raise if files are missing or wrong, before there are workers; see `OverFiles`."""
         check_model(self.model)
         if self.tokenizer is not None and not Path(self.tokenizer).is_dir():
             raise errors.ConfigError(f"tokenizer {self.tokenizer} is not a folder")
         self._sides()
 
     def kept_in(self, folder: str) -> "Language":
-        """Return the same with the tokenizer that is made here kept in a run's folder; see `OverFiles`."""
+        """Return the same options, with a trained tokenizer kept in the run's folder; see `OverFiles`."""
         if self.own_tokens.folder is not None or self._given_tokenizer() is not None:
             return self
         own = dataclasses.replace(self.own_tokens, folder=str(Path(folder, "tokenizer")))
@@ -139,7 +138,7 @@ class Language:
 
     @property
     def tokens_per_sample(self) -> int:
-        """Tokens that the model reads of a sample."""
+        """Tokens in a sample."""
         return self.length
 
     def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
@@ -190,7 +189,7 @@ class Language:
         return self.tokenizer or tokenizer_of(self.model)
 
     def _tokens(self, rows: Any, rank: int) -> Subwords:
-        """Return the tokenizer; where one is made, rank 0 writes it."""
+        """Return the tokenizer; if it has to be trained, rank 0 writes it."""
         given = self._given_tokenizer()
         if given is not None:
             return Subwords.read(given)
@@ -203,7 +202,7 @@ class Language:
         return made
 
     def _texts(self, rows: Any) -> list[bytes]:
-        """Return the text that a BPE is trained on, the first rows."""
+        """Return the texts for training a BPE, the first rows."""
         size, texts = 0, []
         for row in rows:
             text = row[self.documents.column] or ""
@@ -214,7 +213,7 @@ class Language:
         return texts
 
     def _blocks(self, heldout: Any, tokens: Subwords) -> list[Window]:
-        """Return the first held-out documents, in a row and cut into blocks."""
+        """Return the first held-out documents, joined and cut into blocks."""
         needed = self.heldout.samples * self.length + 1
         stream: list[int] = []
         for row in heldout:
@@ -226,7 +225,7 @@ class Language:
 
 
 def _publish(model: Any, tokens: Subwords, state: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write what `from_pretrained` reads: safetensors, of LoRA the adapters alone, and the tokenizer."""
+    """Write files for `from_pretrained`: safetensors (only the adapters with LoRA), and the tokenizer."""
     tokens.write(folder)
     logging = extra("transformers.utils.logging", "a model folder")
     is_shown = logging.is_progress_bar_enabled()

@@ -1,6 +1,6 @@
 """Language models from a folder, from a configuration, or by the name of a size. Nothing is downloaded.
 
-A folder of `transformers` brings parameters to continue from. A configuration and a name bring a shape alone, and the
+A folder of `transformers` contains parameters to continue from. A configuration or a name gives only a shape, and the
 parameters are new.
 """
 
@@ -21,12 +21,12 @@ from stretto_lab.recipes.task import extra
 
 
 class NamedShape(NamedTuple):
-    """The shape of a model that people know by its name."""
+    """The shape of a well-known model."""
 
     family: Architecture
     shape: Shape
     context: int
-    """Positions that it can read."""
+    """Longest input in tokens."""
 
 
 SIZES: Mapping[str, NamedShape] = MappingProxyType(
@@ -35,7 +35,7 @@ SIZES: Mapping[str, NamedShape] = MappingProxyType(
         "llama-tiny": NamedShape("llama", Shape(6, 256, 4), context=1024),
     }
 )
-"""The number of tokens is the tokenizer's."""
+"""Shapes by name; the vocabulary is the tokenizer's."""
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -45,8 +45,8 @@ def check_model(name: str) -> None:
     """Raise unless `name` is a size, a configuration or a folder with a model; reads no parameters.
 
     Raises:
-        UnknownName: There is nothing of this name.
-        ConfigError: It is no model.
+        UnknownName: There is no such size, file or folder.
+        ConfigError: It is not a model.
     """
     path = Path(name)
     if name in SIZES:
@@ -69,7 +69,7 @@ def check_model(name: str) -> None:
 
 
 def tokenizer_of(name: str) -> str | None:
-    """Return the folder of a model if it has a tokenizer too."""
+    """Return the folder of a model if it contains a tokenizer."""
     return name if any(Path(name, file).is_file() for file in TOKENIZERS) else None
 
 
@@ -132,13 +132,13 @@ def _read(name: str, dtype: torch.dtype, seed: int) -> nn.Module:
 
 
 def with_lora(model: nn.Module, rank: int, alpha: float, seed: int) -> nn.Module:
-    """Return `model` with low-rank adapters for every linear layer; they alone are trained.
+    """Return `model` with low-rank adapters for every linear layer; only they are trained.
 
     Source: Hu et al., 2021, arXiv:2106.09685. An adapter adds `alpha / rank * B A x` to the layer's output.
 
     Args:
-        model: Its own parameters are frozen.
-        rank: Of the adapters.
+        model: The model; its own parameters are frozen.
+        rank: Rank of the adapters.
         alpha: Factor on them, times the rank.
         seed: Decides `A`; `B` begins with zeros.
 

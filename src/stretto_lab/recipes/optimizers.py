@@ -20,8 +20,8 @@ class AdamW:
     """AdamW, with weight decay on matrices."""
 
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the averages of gradient and square. 0.95 forgets early gradients sooner than the usual 0.999,
-    as runs of a few thousand updates need."""
+    """Decay of the averages of the gradient and of its square. 0.95 forgets early gradients sooner than the usual
+    0.999, which suits runs of a few thousand updates."""
 
     weight_decay: float = 0.1
     """Decoupled decay per update, times the learning rate; of matrices and larger tensors, as is usual."""
@@ -33,7 +33,7 @@ class AdamW:
         check_at_least(self, weight_decay=0)
 
     def build(self, model: nn.Module, lr: float) -> torch.optim.AdamW:
-        """Return the optimizer over `model`'s trainable parameters: a group of matrices, and one of vectors."""
+        """Return the optimizer over `model`'s trainable parameters, with one group of matrices and one of vectors."""
         return self.over(_trainable(model), lr)
 
     def over(self, trainable: Sequence[nn.Parameter], lr: float) -> torch.optim.AdamW:
@@ -55,7 +55,7 @@ class SGD:
     """Decay of the velocity; 0 for none."""
 
     weight_decay: float = 5e-4
-    """Decay added to the gradient, of all parameters."""
+    """Decay added to the gradient of all parameters."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -75,8 +75,8 @@ class SGD:
 def muon(model: nn.Module, lr: float, others: AdamW) -> Optimizer:
     """Return Muon for hidden matrices and AdamW for embeddings, output layer and vectors, as one optimizer.
 
-    Steps of Muon are scaled to the size that AdamW's have, so that both take one learning rate, and the decay that is
-    usual with AdamW (Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982).
+    Steps of Muon are scaled to the size of AdamW's steps, so that one learning rate and AdamW's usual decay suit both
+    (Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982).
 
     Args:
         model: Its method `get_output_embeddings`, if any, returns its output layer.
@@ -101,7 +101,7 @@ def muon(model: nn.Module, lr: float, others: AdamW) -> Optimizer:
 
 
 LanguageOptimizer = Literal["adamw", "muon", "adafactor"]
-"""What trains a language model."""
+"""Names of the optimizers for a language model."""
 
 
 def language_optimizer(
@@ -110,11 +110,11 @@ def language_optimizer(
     """Return the optimizer that a recipe names.
 
     Args:
-        name: Which one.
-        model: Whose trainable parameters are stepped.
-        lr: Learning rate; None takes the usual one.
+        name: The optimizer.
+        model: The model with the trainable parameters.
+        lr: Learning rate; None uses the usual one.
         adamw: Settings of AdamW, also together with Muon.
-        usual_lr: Of AdamW, and of Muon; Adafactor takes 0.01 (Shazeer & Stern, arXiv 1804.04235).
+        usual_lr: Usual rate of AdamW and Muon; Adafactor's is 0.01 (Shazeer & Stern, arXiv 1804.04235).
     """
     if name == "adafactor":
         return torch.optim.Adafactor(_trainable(model), lr=0.01 if lr is None else lr)
@@ -130,16 +130,16 @@ def _trainable(model: nn.Module) -> list[nn.Parameter]:
 class Schedule:
     """Factor on the learning rate: a linear warm-up over the committed updates, then a half cosine to a floor.
 
-    A function of the number of updates, not a chain of PyTorch's `LinearLR` and `CosineAnnealingLR`: these save the
-    length of the run with their state, so that a run could not be resumed for longer.
+    It is a function of the number of updates instead of a chain of PyTorch's `LinearLR` and `CosineAnnealingLR`,
+    because these save the length of the run in their state, so that a resumed run could not become longer.
     """
 
     warmup: int = 20
-    """Updates until the full rate is reached; at most a tenth of the run where its length is known."""
+    """Updates until the full rate is reached; at most a tenth of the run if its length is known."""
 
     floor: float = 0.1
-    """Factor at the end of the cosine, between 0 and 1; 1 keeps the full rate. Runs that only time ends keep it
-    too."""
+    """Factor at the end of the cosine, between 0 and 1; 1 keeps the full rate. A run that only time ends keeps it too.
+    """
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -157,7 +157,7 @@ class Schedule:
             cosine    floor + (1 - floor) * (1 + cos(pi * progress)) / 2
 
         Args:
-            updates: Length of the run, or None where it is not known.
+            updates: Length of the run; None if it is not known.
         """
         warmup = self.warmup if updates is None else min(self.warmup, updates // 10)
 
@@ -172,6 +172,6 @@ class Schedule:
         return at
 
     def build(self, optimizer: Optimizer, updates: int | None) -> LambdaLR:
-        """Return a scheduler of `optimizer`, to be stepped once per committed update."""
+        """Return a scheduler of `optimizer` to step once per committed update."""
         # A closure, because LambdaLR saves the state of an object: a longer run would get back the old length.
         return LambdaLR(optimizer, self.factor(updates))

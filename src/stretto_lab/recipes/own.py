@@ -1,4 +1,4 @@
-"""Recipes of the user's own, from a file or a package: `path/to/file.py:sine` or `package.module:sine`.
+"""Users' own recipes, from a file or a package: `path/to/file.py:sine` or `package.module:sine`.
 
     def sine(rank: int, world_size: int, seed: int, updates: int | None, *, hidden: int = 32) -> Task:
 
@@ -29,11 +29,11 @@ from stretto.fields import check_fields, did_you_mean, unknown_name
 from stretto_lab.recipes.task import Task, TaskConfig
 
 GIVEN = ("rank", "world_size", "seed", "updates")
-"""What the run gives to a recipe; see `TaskConfig.build`."""
+"""Arguments that the run passes to a recipe; see `TaskConfig.build`."""
 
 
 def names_own(name: str) -> bool:
-    """Return whether `name` is the place of a user's recipe, and not the name of one of the library's."""
+    """Return whether `name` is the place of a user's own recipe instead of the name of a library recipe."""
     return ":" in name or name.endswith(".py")
 
 
@@ -54,11 +54,11 @@ def own_recipe(place: str) -> TaskConfig:
 
 
 def imported(place: str, what: str) -> Any:
-    """Return the function or class of a user's file or module.
+    """Return the function or class in a user's file or module.
 
     Args:
         place: path/to/file.py:function or package.module:function.
-        what: A word for errors: what it should be.
+        what: The expected kind of object, for messages.
 
     Raises:
         UnknownName: The file, the module or the function does not exist.
@@ -75,20 +75,20 @@ def imported(place: str, what: str) -> Any:
 
 
 def absolute(place: str) -> str:
-    """Return `place` so that it means the same in every folder; a module stays unchanged."""
+    """Return `place` with an absolute path; the name of a module stays unchanged."""
     source, name = _parts(place)
     return f"{Path(source).resolve()}:{name}" if source.endswith(".py") else place
 
 
 def digest(place: str) -> str | None:
-    """Return a fingerprint of the file at `place`, which is not imported; None where there is none."""
+    """Return a digest of the file at `place`, without importing it; None if there is no file."""
     source, _ = _parts(place)
     file = Path(source) if source.endswith(".py") else _file_of_module(source)
     return hashlib.sha256(file.read_bytes()).hexdigest() if file is not None and file.is_file() else None
 
 
 def _file_of_module(name: str) -> Path | None:
-    """Return where a module is; `importlib.util.find_spec` would import the packages around it."""
+    """Return the file of a module, without importing its packages as `importlib.util.find_spec` would."""
     folders: Sequence[str] | None = [str(Path().resolve()), *sys.path]
     found, parts = None, name.split(".")
     for last in range(len(parts)):
@@ -101,7 +101,7 @@ def _file_of_module(name: str) -> Path | None:
 
 @functools.cache
 def options_of(function: Callable[..., Task]) -> type:
-    """Return a frozen dataclass of the options of `function`, whose `build` calls it.
+    """Return a frozen dataclass of the options of `function`; its `build` calls the function.
 
     Raises:
         ConfigError: An argument is missing, or has no type or no default.
@@ -149,7 +149,7 @@ def _revive(function: Callable[..., Task], values: Mapping[str, Any]) -> Any:
 
 
 def _parts(place: str) -> tuple[str, str]:
-    """Cut "file.py:name" into two; without a name the second part is empty."""
+    """Cut "file.py:name" into two parts; without a name the second part is empty."""
     source, colon, name = place.rpartition(":")
     return (source, name) if colon else (name, "")
 
@@ -178,7 +178,7 @@ def _import_file(path: Path, what: str) -> ModuleType:
 
 
 def _is_file(found: Any, path: Path) -> bool:
-    """Whether a name is free, or is already that of this file."""
+    """Return whether a module name is free, or already belongs to this file."""
     return found is None or (found.origin is not None and Path(found.origin).resolve() == path.resolve())
 
 

@@ -1,6 +1,6 @@
 """Rows of local files: text, JSON lines, Parquet, or a data set saved by `datasets`. Nothing is downloaded.
 
-`datasets` converts other formats to Arrow files in its own cache (`HF_DATASETS_CACHE` says where), once for every
+`datasets` converts other formats to Arrow files in its cache (`HF_DATASETS_CACHE` names the folder), once for every
 version of a file, and maps these into memory. So any row can be read at once, and several ranks share the memory.
 """
 
@@ -25,23 +25,23 @@ FORMATS = {
     ".jsonl": "json",
     ".parquet": "parquet",
 }
-"""What files are read, by the ending of their names; of a folder, those of one format."""
+"""The format of files by the ending of their names; all files of a folder have one format."""
 
 Unit = Literal["file", "paragraph", "line"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heldout:
-    """The data for evaluation, which no step trains on."""
+    """The data for evaluation, on which the model is not trained."""
 
     data: str | None = None
     """Separate held-out files, in one of the formats; None takes files next to the training data, or a share of it."""
 
     share: float = 0.05
-    """That share, between 0 and 1. Which samples it is does not depend on the run's seed."""
+    """Held-out share of the training data, between 0 and 1. The split does not depend on the run's seed."""
 
     samples: int = 256
-    """Blocks that an evaluation reads, at most; the first ones."""
+    """Blocks that an evaluation reads, at most; it reads the first ones."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -51,7 +51,7 @@ class Heldout:
 
 
 class Sides(NamedTuple):
-    """Training data and held-out data; both are a `datasets.Dataset`, or another object that gives rows by index."""
+    """Training data and held-out data; each is a `datasets.Dataset`, or another object that returns rows by index."""
 
     train: Any
     heldout: Any
@@ -61,12 +61,13 @@ def read_rows(place: str, unit: Unit = "file") -> Any:
     """Return the rows of a file or folder, a `datasets.Dataset`.
 
     Args:
-        place: A file, a folder of files of one format (read recursively), or a folder of `save_to_disk`. Of a
-            dictionary of splits the split `train` is read; where files are called train and so on, these alone.
-        unit: What a row is where the files are text.
+        place: A file, a folder of files of one format (read recursively), or a folder of `save_to_disk`. From a
+            dictionary of splits only the split `train` is read; if files are named after splits, only the files of
+            train.
+        unit: The unit of a row in text files.
 
     Raises:
-        ConfigError: There is nothing, nothing of a known format, or nothing that can be read.
+        ConfigError: There is no file, no file of a known format, or no readable file.
         MissingExtra: `datasets` is not installed.
     """
     path = Path(place)
@@ -110,7 +111,7 @@ def _files(path: Path) -> tuple[str, list[str]]:
 
 @contextmanager
 def _read(datasets: Any, place: str) -> Iterator[None]:
-    """Let `datasets` be silent, and say in one line what it could not read.
+    """Silence `datasets`, and raise a one-line error for a file that it cannot read.
 
     Raises:
         ConfigError: Any error of the block: readers of foreign files may raise any error.
@@ -137,22 +138,22 @@ def check_column(rows: Any, place: str, column: str) -> None:
     """Raise unless the rows have `column`.
 
     Raises:
-        ConfigError: Names the existing columns.
+        ConfigError: They have no such column; the message names the others.
     """
     if column not in rows.column_names:
         raise errors.ConfigError(f"{place} has no column {column!r}, only {', '.join(rows.column_names)}")
 
 
 def divided(count: int, share: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return which of `count` samples are trained on, and which held out, in ascending order.
+    """Return the indices of training samples and of held-out samples, in ascending order.
 
     Args:
-        count: How many there are.
-        share: To hold out, between 0 and 1; at least one sample is on either side.
-        seed: Decides which. Not the run's, so that runs of different seeds can be compared.
+        count: Number of samples.
+        share: Held-out share, between 0 and 1; either side gets at least one sample.
+        seed: Seed of the split. It is not the run's seed, so that runs of different seeds can be compared.
 
     Raises:
-        ConfigError: There are fewer than two.
+        ConfigError: There are fewer than two samples.
     """
     if count < 2:
         raise errors.ConfigError(
@@ -165,15 +166,15 @@ def divided(count: int, share: float, seed: int = 0) -> tuple[np.ndarray, np.nda
 
 
 def read_sides(place: str | None, heldout: Heldout, unit: Unit) -> Sides:
-    """Return the rows to train on and those held out.
+    """Return the training rows and the held-out rows.
 
     Args:
-        place: Where the rows are, as `read_rows` takes it.
+        place: The place of the rows, as `read_rows` takes it.
         heldout: The held-out data.
-        unit: The unit of a row if the files are text.
+        unit: The unit of a row in text files.
 
     Raises:
-        ConfigError: They cannot be read, or are too few.
+        ConfigError: The rows cannot be read, or are too few.
     """
     if place is None:
         raise errors.ConfigError("data is missing: name a file or a folder")

@@ -1,4 +1,4 @@
-"""The recipe `stdlib-gpt`: a language model on the sources of the Python standard library."""
+"""The recipe `stdlib-gpt`: a language model on the source code of the Python standard library."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,11 +19,12 @@ from stretto_lab.recipes.text import IGNORED, Bytes, Window, Windows, sampled
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StdlibGPT:
-    """A language model on the sources of Python's standard library; 2 million parameters, 8 x 128 bytes per
-    micro-batch."""
+    """A language model on the source code of Python's standard library; 2 million parameters, 8 x 128 bytes per
+    micro-batch.
+    """
 
     loss_unit: ClassVar[str] = "nats per byte"
-    """Of its losses."""
+    """Unit of the losses."""
 
     size: str = "2m"
     """Millions of parameters: 0.1m, 0.2m, 0.5m, 1m, 2m, 5m, 10m, 20m, 50m or 100m; or LAYERSxWIDTHxHEADS, as 4x200x4.
@@ -45,7 +46,7 @@ class StdlibGPT:
     """Dtype of parameters and activations."""
 
     evaluation_windows: int = 256
-    """Windows that an evaluation reads; each of `context` tokens, spread evenly over the held-out text."""
+    """Number of windows per evaluation, each of `context` tokens, spread evenly over the held-out text."""
 
     data: Text = field(default_factory=Text)
     """The text."""
@@ -54,7 +55,7 @@ class StdlibGPT:
     """The learning rate over the updates."""
 
     sample: int = 200
-    """Most tokens of the text that the model writes at the end."""
+    """Most tokens of the sample text at the end."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -63,7 +64,7 @@ class StdlibGPT:
 
     @property
     def tokens_per_sample(self) -> int:
-        """Tokens that the model reads of a sample."""
+        """Tokens in a sample."""
         return self.context
 
     def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:

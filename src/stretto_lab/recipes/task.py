@@ -1,4 +1,4 @@
-"""What a recipe gives to the training loop, and what its parts promise.
+"""The interface between a recipe and the training loop.
 
 A recipe is a callable without arguments that returns a `TaskConfig`: a frozen dataclass of options. Its `build` makes
 the `Task` of one rank: model, optimizer, scheduler, micro-batches, loss and evaluation.
@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from stretto import errors
 
 Batch = Any
-"""One micro-batch of a task; only the task's own loss looks inside."""
+"""One micro-batch of a task; only the task's loss reads it."""
 
 BatchOut = TypeVar("BatchOut", covariant=True)
 
@@ -36,7 +36,7 @@ class TaskConfig(Protocol):
             rank: This rank, from 0.
             world_size: Number of ranks that share the micro-batches.
             seed: Decides the initial parameters and the order of the data; equal on every rank.
-            updates: Length of the run in committed updates; None where only time ends it.
+            updates: Length of the run in committed updates; None if only time ends it.
 
         Raises:
             ConfigError: The options contradict each other or the data.
@@ -46,39 +46,39 @@ class TaskConfig(Protocol):
 
 
 def loss_unit(task: object) -> str:
-    """Return the unit of a recipe's losses after a space; empty where its options have no `loss_unit`."""
+    """Return the unit of a recipe's losses after a space; empty if its options have no `loss_unit`."""
     unit = getattr(task, "loss_unit", "")
     return f" {unit}" if unit else ""
 
 
 def tokens_per_sample(task: object) -> int | None:
-    """Return how many tokens a sample of a language model has; None where a recipe's options do not say."""
+    """Return the tokens in a sample of a language model; None if the recipe's options do not give them."""
     found: int | None = getattr(task, "tokens_per_sample", None)
     return found
 
 
 @runtime_checkable
 class OverFiles(Protocol):
-    """Options of a task that reads files of the user's own."""
+    """Options of a task that reads the user's own files."""
 
     def check(self) -> None:
-        """Read so much that mistakes are found before there are workers or a run's folder.
+        """Read enough to find mistakes before there are workers or a run's folder.
 
         Raises:
-            ConfigError: Something is missing, empty, or not what it should be.
-            MissingExtra: A package of the `recipes` extra is not installed.
+            ConfigError: A file is missing, empty, or of the wrong kind. MissingExtra: A package of the `recipes` extra
+                is not installed.
         """
         ...
 
     def kept_in(self, folder: str) -> TaskConfig:
-        """Return the options with which a run keeps in its `folder` the files that must be the same after a resume."""
+        """Return options that keep, in the run's `folder`, the files that must be the same after a resume."""
         ...
 
 
 class ResumableLoader(Protocol[BatchOut]):
     """The micro-batches of one rank, in an order that a saved state can continue.
 
-    Every iterator continues after the last micro-batch that any of them has given out. From that moment the state
+    Every iterator continues after the last micro-batch that any iterator has returned. From that moment the state
     counts the micro-batch as consumed.
     """
 
@@ -90,7 +90,7 @@ class ResumableLoader(Protocol[BatchOut]):
 
 
 class Loss(NamedTuple):
-    """The loss of one micro-batch: it adds `weight * value` to the update's objective."""
+    """The loss of one micro-batch, which adds `weight * value` to the update's objective."""
 
     value: Tensor
     """Scalar mean loss, attached to the graph."""
@@ -104,16 +104,16 @@ class Loss(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """A model with everything needed to train it on one rank."""
+    """A model with all parts needed to train it on one rank."""
 
     model: nn.Module
-    """Equal on every rank for equal seeds."""
+    """The model; equal on every rank for equal seeds."""
 
     optimizer: Optimizer
-    """Over the model's trainable parameters, not yet stepped."""
+    """An optimizer over the model's trainable parameters that has not stepped."""
 
     scheduler: LRScheduler | None
-    """Stepped once per committed update."""
+    """A scheduler that steps once per committed update."""
 
     loader: ResumableLoader[Batch]
     """This rank's micro-batches."""
@@ -122,21 +122,22 @@ class Task:
     """Forward pass; moves the micro-batch to the model's device."""
 
     evaluate: Callable[[nn.Module], float]
-    """Mean loss over the held-out samples. Deterministic, without gradients; leaves the model's modes as they are."""
+    """Returns the mean loss over the held-out samples; deterministic, without gradients, and without a change of the
+    model's modes."""
 
     sample: Callable[[nn.Module], str] | None = None
-    """Text that the model writes (language models)."""
+    """Returns a text that the model writes (language models)."""
 
     accuracy: Callable[[nn.Module], float] | None = None
-    """Share of the held-out samples that are classified correctly (classifiers)."""
+    """Returns the share of held-out samples that are classified correctly (classifiers)."""
 
     publish: Callable[[Mapping[str, Tensor], Path], None] | None = None
-    """Writes the model, whose `state_dict()` is given, into a folder that other libraries read."""
+    """Writes the model, given its `state_dict()`, into a folder that other libraries can read."""
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode and disable gradients; afterwards every module has the mode that it had before."""
+    """Set evaluation mode and disable gradients during the block; then restore each module's mode."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -159,7 +160,7 @@ def extra(module: str, purpose: str) -> ModuleType:
 
     Args:
         module: Its full name.
-        purpose: What needs it; the subject of the error's sentence.
+        purpose: The feature that needs it; the subject of the error's sentence.
 
     Raises:
         MissingExtra: It is not installed. An installed module that fails to import raises its own error.

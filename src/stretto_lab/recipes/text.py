@@ -1,4 +1,4 @@
-"""Text as tokens, tokens as windows to learn from, and a text that a model writes."""
+"""Text as tokens, tokens as windows for training, and sample texts from a model."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,16 +14,16 @@ END = 0
 """The token after every document, from this vocabulary. For bytes it is NUL, which text does not contain."""
 
 IGNORED = -100
-"""Target that no loss is taken of."""
+"""Target that adds no loss."""
 TEMPERATURE = 0.7
 """Divides the logits before a token of a sample is drawn."""
 
 
 class Bytes:
-    """One token per byte."""
+    """A tokenizer with one token per byte."""
 
     vocabulary = 256
-    """Number of different tokens, `end` included; texts convert to tokens and back."""
+    """Number of different tokens, including `end`."""
     end = END
     """The token after every document."""
 
@@ -32,7 +32,7 @@ class Bytes:
         return list(document)
 
     def stream(self, documents: Iterable[bytes]) -> Tensor:
-        """Return the tokens of all documents in a row, `end` after each: one dimension, of an integer dtype."""
+        """Return the tokens of all documents in a row, with `end` after each: one dimension, an integer dtype."""
         # A bytearray because torch wants writable memory; the tensor keeps it alive.
         return torch.frombuffer(bytearray(b"".join(text + b"\0" for text in documents)), dtype=torch.uint8)
 
@@ -120,7 +120,7 @@ class Subwords:
 
 
 Tokens = Bytes | Subwords
-"""What cuts text into numbers below its `vocabulary`; `Bytes` says what its methods do."""
+"""A tokenizer: it converts text to numbers below its `vocabulary`; see the methods of `Bytes`."""
 
 
 def _text(document: bytes) -> str:
@@ -131,19 +131,19 @@ class Window(NamedTuple):
     """A micro-batch of windows, both tensors int64 of shape (windows, context)."""
 
     inputs: Tensor
-    """The tokens read."""
+    """The input tokens."""
 
     targets: Tensor
-    """The token after each; `IGNORED` after the end of a document, where an unrelated one begins."""
+    """The token after each input; `IGNORED` at the end of a document, because the next document is unrelated."""
 
     predicted: int
     """Number of targets that are not ignored, counted here so that no caller waits for the device."""
 
 
 class Windows:
-    """The windows of a stream of tokens: window `i` reads `context` tokens from `i * context` on.
+    """The windows of a stream of tokens: window `i` reads `context` tokens, starting at `i * context`.
 
-    Up to the end of the last full window, every token but the first is a target once.
+    Up to the end of the last full window, every token except the first is a target exactly once.
 
     Args:
         stream: Integers, one dimension.
@@ -182,14 +182,14 @@ class Windows:
 
 
 def sampled(model: nn.Module, *, prompt: str, length: int, tokens: Tokens, context: int) -> str:
-    """Return a prompt as `model` continues it, without control characters; equal models write equal texts.
+    """Return a prompt and the model's continuation, without control characters; equal models write equal texts.
 
     Args:
         model: Takes int64 tokens (1, at most `context`); its output has `logits`.
-        prompt: What the text begins with.
+        prompt: The start of the text.
         length: Most tokens to add; the end of the document ends it sooner.
-        tokens: What its tokens mean.
-        context: How many of the last tokens it reads.
+        tokens: The model's tokenizer.
+        context: Number of last tokens that the model reads.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)

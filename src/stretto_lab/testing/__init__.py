@@ -1,4 +1,4 @@
-"""Laws that a strategy, a wire, a guard or a process group of anybody's must keep: each returns how it is broken."""
+"""Laws for a strategy, a wire, a guard or a process group that you write; each returns how the law is broken."""
 
 from stretto_lab.testing.guards import guard_faults
 from stretto_lab.testing.jobs import Damage, Job, differing, goes_on, on_virtual_ranks, plain, train

@@ -20,7 +20,7 @@ def guard_faults(
     updates: int = 4,
     run: RunRanks = on_virtual_ranks,
 ) -> list[str]:
-    """Return which laws guards break that `make` makes and that belong together.
+    """Return the laws that the guards from `make` break; they are used together.
 
     They promise to notice each damage within an update, in jobs of all `strategies` on all numbers of `ranks`.
     """
@@ -44,7 +44,7 @@ def _trained(job: Job, size: int, run: RunRanks, **changed: Any) -> Sequence[Cou
 
 
 def _promise(job: Job, damage: Damage, bare: Sequence[Course], run: RunRanks) -> list[str]:
-    """Return how a promise is broken; `bare` is the clean job."""
+    """Return how a promise is broken; `bare` is the undamaged job."""
     size, rank = len(bare), damage.rank % len(bare)
     what = f"{damage.site} damaged after update {damage.behind} in {job.strategy.name}, rank {rank} of {size}"
     harmed = _trained(job, size, run, damage=damage, guards=())

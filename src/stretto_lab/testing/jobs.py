@@ -22,18 +22,20 @@ from stretto.strategies import Strategy
 from stretto_lab.virtual import VirtualCluster
 
 Program = Callable[[int, dist.ProcessGroup], Any]
-"""Runs one rank on its group. Picklable, so that it can run in its own process."""
+"""Runs one rank on its group. Picklable, so that a new process can run it."""
 RunRanks = Callable[[int, Program], Sequence[Any]]
-"""Runs a program on so many ranks, and returns the results in rank order."""
+"""Runs a program on that many ranks, and returns the results in rank order."""
 
 
 def on_virtual_ranks(world_size: int, program: Program) -> Sequence[Any]:
-    """Run a program on virtual ranks, where those that ask for different collectives are an error at once."""
+    """Run a program on virtual ranks, which raise as soon as ranks call different collectives."""
     return VirtualCluster(world_size).run(program).values
 
 
 def differing(expected: object, found: object, name: str = "") -> list[str]:
-    """Return what differs between two values, tensors in any bit, by its place in lists and dictionaries."""
+    """Return the differences between two values, by their places in lists and dictionaries; tensors must agree in all
+    bits.
+    """
     if isinstance(expected, list | tuple) and isinstance(found, list | tuple) and len(expected) == len(found):
         expected, found = dict(enumerate(expected)), dict(enumerate(found))
     if isinstance(expected, Mapping) and isinstance(found, Mapping):
@@ -58,21 +60,22 @@ def differing(expected: object, found: object, name: str = "") -> list[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Damage:
-    """Bits flipped on one rank behind one update, and what a guard promises about it."""
+    """Bits flipped on one rank after one update, and a guard's promise about them."""
 
     site: Literal["masters", "optimizer state", "shown parameters", "gradient"]
-    """The first tensor of the owner's masters, of its optimizer's state, or of the model's parameters; or the gradient
-    that this parameter is given by the next backward pass."""
+    """The damaged tensor: the first of the owner's masters, of its optimizer's state or of the model's parameters, or
+    that parameter's next gradient."""
     outcome: Literal["repaired", "reported", "ends the job"] = "repaired"
-    """Promised: the job ends as the clean one, to the bit; or the damage is named only; or an error ends the job."""
+    """The promise: the job ends bit-identical to the clean one; or the damage is only reported; or an error ends the
+    job."""
     words: int = 1
-    """How many float32 words, spread evenly over the tensor; of which rank, modulo the number of ranks."""
+    """Number of damaged float32 words, spread evenly over the tensor; and of the rank, modulo the number of ranks."""
     rank: int = 1
     behind: int = 2
-    """The update after which the bits flip, from 1: momentum exists by then."""
+    """The update after which the bits flip, counted from 1, when momentum exists."""
 
     def strike(self, parallel: DataParallel) -> None:
-        """Flip the bits, if this is the rank."""
+        """Flip the bits if this is the rank."""
         if parallel.rank != self.rank % parallel.world_size:
             return
         sharded, parameter = parallel.job.sharded, parallel.job.model.parameters[0]
@@ -99,7 +102,9 @@ class Damage:
 
 
 class Network(nn.Module):
-    """Odd shapes, three dimensions, batch norm, dropout, a frozen layer, a shared weight, a branch that may rest."""
+    """A network with odd shapes, three dimensions, batch norm, dropout, a frozen layer, a shared weight, a branch that
+    may not run.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,11 +130,11 @@ class Network(nn.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """Settings of a job; equal on all ranks."""
+    """Settings of a test job; equal on all ranks."""
 
     strategy: Strategy
     micro_batches: int = 2
-    """Per rank and update, of which there are so many; `finish` may commit the last of them."""
+    """Micro-batches per rank and update, and the number of updates; `finish` may commit the last one."""
     updates: int = 4
     looks: bool = True
     """Whether to settle and evaluate at every update."""
@@ -142,7 +147,7 @@ class Job:
     )
 
     def parts(self, rank: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, LambdaLR]:
-        """Return the model, the same on all ranks, its optimizer and a schedule; random states are the rank's own."""
+        """Return the model, equal on all ranks, its optimizer and a schedule; each rank has its own random states."""
         torch.manual_seed(7)
         model = Network().to(self.dtype)
         if self.optimizer == "adamw":
@@ -161,7 +166,7 @@ class Job:
 
 
 class Batches:
-    """A rank's micro-batches, by a position that can be saved; the branch is used in the first update alone."""
+    """A rank's micro-batches, by a position that can be saved; only the first update uses the branch."""
 
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank, self.position = job, rank, 0
@@ -188,22 +193,23 @@ class Course:
     """One rank's record of a job."""
 
     shown: list[State] = dataclasses.field(default_factory=list)
-    """States after every micro-batch; then those committed at every update that came before `finish`."""
+    """States after every micro-batch, then the committed states at every update before `finish`."""
     committed: list[State] = dataclasses.field(default_factory=list)
     returned: list[int] = dataclasses.field(default_factory=list)
-    """After how many micro-batches these updates came; then what all updates reported, but for times and bytes."""
+    """After how many micro-batches each of these updates came, then the report of every update without times and bytes.
+    """
     records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     incidents: list[Incident] = dataclasses.field(default_factory=list)
     masters: list[Tensor] = dataclasses.field(default_factory=list)
-    """This rank's own, of which a narrow model shows a few bits, before `finish`."""
+    """This rank's masters before `finish`; a model in low precision shows only some of their bits."""
     final: State = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    """What the checkpoint could not bring back."""
+    """The notes of the load: the parts that the checkpoint could not restore."""
     ended_by: str | None = None
     """The error that ended a damaged job early."""
 
     def note(self, update: Update) -> None:
-        """Note what an update reported."""
+        """Record an update's report."""
         record = update.as_json()
         for name in ("seconds", "lane_seconds", "exposed_seconds", "sent_bytes", "incidents"):
             record.pop(name, None)
@@ -211,7 +217,7 @@ class Course:
         self.incidents += update.incidents
 
     def differs_from(self, expected: "Course", what: str, after: int = 0) -> list[str]:
-        """Return how this course differs from what another saw after so many updates: the first few places."""
+        """Return the first places where this course differs from another after so many updates."""
         begin = expected.returned[after - 1] if after else 0
         pairs = {
             "state shown": (expected.shown[begin:], self.shown),
@@ -228,7 +234,9 @@ class Course:
 def train(
     job: Job, rank: int, group: dist.ProcessGroup, *, saves: Path | None = None, source: Path | None = None
 ) -> Course:
-    """Train on this rank, from the start or from a checkpoint, and perhaps save after every update, each apart."""
+    """Train on this rank, from the start or from a checkpoint, and optionally save after every update, each
+    separately.
+    """
     model, optimizer, scheduler = job.parts(rank)
     batches, course, loss = Batches(job, rank), Course(), functools.partial(job.loss, model)
     parallel = DataParallel(
@@ -285,7 +293,8 @@ def goes_on(
 ) -> list[str]:
     """Return how a saved job, and jobs that resume from its states, differ from a job that never stopped.
 
-    It is saved at the start and after every update, and continues from all of these or those in `saved_at`.
+    The job is saved at the start and after every update. Jobs resume from all of these states, or from those in
+    `saved_at`.
     """
     with tempfile.TemporaryDirectory() as folder:
         found = run(ranks, functools.partial(_goes_on, job, folder, saved_at))
@@ -306,7 +315,9 @@ def _goes_on(job: Job, folder: str, saved_at: Sequence[int] | None, *seat: Any) 
 
 
 def plain(job: Job) -> list[State]:
-    """Return the states of a plain PyTorch loop of a lone rank after every update: those of synchronous strategies."""
+    """Return the states of a plain single-process PyTorch loop after every update; a synchronous strategy must equal
+    them.
+    """
     model, optimizer, scheduler = job.parts()
     states = []
     for index, batch in enumerate(Batches(job, 0), start=1):

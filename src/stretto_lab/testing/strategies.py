@@ -24,11 +24,11 @@ from stretto.strategies.ledger import ledger_of
 from stretto_lab.testing.jobs import Job, RunRanks, goes_on, on_virtual_ranks, train
 
 _READ, _UPDATES = 8, 6
-"""Updates whose scripts are read in a row, and updates of a traced job."""
+"""Number of updates whose scripts are read in a row, and of updates in a traced job."""
 
 
 class _Marked:
-    """A gradient that knows its update and rounds; it can be added and passed on, and no more."""
+    """A mark for a gradient, with its update and rounds; it can only be added and passed on."""
 
     def __init__(self, update: int, rounds: frozenset[int]) -> None:
         self.update, self.rounds, self.is_spent = update, rounds, False
@@ -41,7 +41,7 @@ class _Marked:
 
 
 def _read(strategy: Strategy) -> tuple[list[list[str]], list[str]]:
-    """Run scripts with marked gradients; return the names of their effects by update, and what breaks a rule."""
+    """Run scripts with marked gradients; return the names of their effects by update, and the broken rules."""
     asked: list[list[str]] = []
     broken = []
     for update in range(_READ):
@@ -80,7 +80,7 @@ def _read(strategy: Strategy) -> tuple[list[list[str]], list[str]]:
 
 @dataclasses.dataclass
 class _Trace:
-    """Parameters at each micro-batch and at last; those after each update, the start first; all updates."""
+    """Parameters at each micro-batch and at the end; parameters after each update, from the start; all updates."""
 
     shown: list[Tensor]
     committed: list[Tensor]
@@ -88,14 +88,16 @@ class _Trace:
 
 
 def _weight(idle: bool, micro_batches: int, rank: int, size: int, index: int) -> float:
-    """Idle is the last rank in the second update, everybody in the third and in half of the fourth."""
+    """Return a micro-batch's weight: the last rank idles in the second update, all ranks in the third and half of the
+    fourth.
+    """
     update, place = divmod(index, micro_batches)
     nothing = (update == 1 and rank == size - 1, update == 2, update == 3 and 2 * place < micro_batches)
     return 0.0 if idle and any(nothing) else 1.0
 
 
 def _trace(strategy: Strategy, micro_batches: int, idle: bool, rank: int, group: dist.ProcessGroup) -> _Trace:
-    """Train on every micro-batch once, and look at every update."""
+    """Train on every micro-batch once, and record every update."""
     size, count = group.size(), micro_batches * _UPDATES
     model = nn.ParameterList([torch.zeros(count * size)])
     optimizer, options = torch.optim.SGD(model.parameters(), lr=1.0), Options(allow_unused=True)
@@ -117,7 +119,9 @@ def _trace(strategy: Strategy, micro_batches: int, idle: bool, rank: int, group:
 
 
 def _misapplied(traces: Sequence[_Trace], micro_batches: int, idle: bool) -> Iterator[str]:
-    """Say which micro-batches were not applied once. Records say how many of each rank, in order, an update holds."""
+    """Yield the micro-batches that were not applied once. The records give the micro-batches of each rank in an update,
+    in order.
+    """
     size, updates, final = len(traces), traces[0].updates, traces[0].shown[-1]
     for rank in range(size):
         ends, counted = list(accumulate(update.micro_batches[rank] for update in updates)), 0
@@ -133,9 +137,9 @@ def _misapplied(traces: Sequence[_Trace], micro_batches: int, idle: bool) -> Ite
 
 
 def _staleness(traces: Sequence[_Trace]) -> list[int]:
-    """Return how many updates the freshest gradients of each update lag behind.
+    """Return for each update how many updates its freshest gradients lag behind.
 
-    A gradient is as old as the newest committed update that is whole in the parameters at which it was computed.
+    A gradient is as old as the newest committed update that is complete in the parameters for which it was computed.
     """
     committed, lags = traces[0].committed, []
     for step in range(1, len(committed)):
@@ -155,10 +159,10 @@ def strategy_faults(
     updates: int = 4,
     run: RunRanks = on_virtual_ranks,
 ) -> list[str]:
-    """Return which laws a strategy breaks that `make` makes, its class or a function.
+    """Return the laws that a strategy breaks; `make` is its class or a function that makes it.
 
-    Jobs have `micro_batches` per rank and update; those that are saved and resumed have `updates`. The laws are not for
-    strategies whose ranks step alone, as `LocalSGD`: their replicas differ.
+    Jobs have `micro_batches` per rank and update; saved and resumed jobs have `updates` updates. The laws do not apply
+    to strategies whose ranks step alone, such as `LocalSGD`, because their replicas differ.
     """
     strategy, again = make(), pickle.loads(pickle.dumps(make()))
     asked, broken = _read(strategy)
@@ -181,7 +185,7 @@ def strategy_faults(
 
 
 def _traced_faults(make: Callable[[], Strategy], micro_batches: int, size: int, run: RunRanks) -> list[str]:
-    """Return which micro-batches were not applied once, and where staleness is not as declared."""
+    """Return which micro-batches were not applied once, and where the staleness is not as declared."""
     traces = run(size, functools.partial(_trace, make(), micro_batches, False))
     broken, found = list(_misapplied(traces, micro_batches, False)), max(_staleness(traces))
     if found != (declared := make().staleness):
@@ -194,7 +198,7 @@ def _traced_faults(make: Callable[[], Strategy], micro_batches: int, size: int, 
 
 
 def _job_faults(job: Job, size: int, run: RunRanks) -> list[str]:
-    """Return where ranks differ, where looks change something, and where a resumed job does not continue to the bit."""
+    """Return where ranks differ, where an evaluation changes the job, and where a resumed job is not bit-identical."""
     first, *others = watched = run(size, functools.partial(train, job))
     broken = []
     for rank, other in enumerate(others, start=1):

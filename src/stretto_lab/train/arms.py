@@ -2,7 +2,7 @@
 
     name[:key=value]...        for example  acco:first=1:wire=bf16  or  wp:clock=1,8:lr=2e-3  or  average:4
 
-A run names its strategy in the same way. In a comparison a method of anybody's is an arm, which is called as a class of
+A run names its strategy in the same way. In a comparison an arm can also be your own method, called like a class of
 `stretto_lab.peers`: path/to/file.py:NAME[:key=value]...
 """
 
@@ -38,20 +38,20 @@ SETTINGS: Mapping[str, Any] = MappingProxyType(
         "noise": field_types(Options)["noise"],
     }
 )
-"""Settings of a run that an arm may have for itself, and their types."""
+"""Settings of a run that an arm may set for itself, and their types."""
 AUTO = "auto"
-"""As a strategy of `train`: the choice of `stretto plan`."""
+"""The strategy of `train` that stands for the choice of `stretto plan`."""
 _OF_PEERS = ("micro_batches", "clip_norm", "lr")
-"""Those that a stock method may have for itself."""
+"""Settings that a stock method may set for itself."""
 _PLACE = re.compile(r"[^:]*\.py:(\w+)")
-"""Where an arm of anybody's is found."""
+"""Place of a user's own method."""
 
 
 def parse_clock(text: str) -> Clock:
     """Read "MIN,MAX".
 
     Raises:
-        ConfigError: Anything else.
+        ConfigError: The text has another form.
     """
     match = re.fullmatch(r"(\d+),(\d+)", text.strip())
     if match is None:
@@ -68,7 +68,7 @@ def parse_wire(text: str) -> str:
     """Return the name of a wire format.
 
     Raises:
-        UnknownName: No wire format is called so.
+        UnknownName: There is no such wire format.
     """
     return wire_by_name(text).name
 
@@ -83,13 +83,13 @@ class Arm:
     """A strategy and its own settings."""
 
     text: str
-    """As the user wrote it: the arm's name in results."""
+    """The arm as the user typed it; results use it as the arm's name."""
     name: str
-    """Of the strategy or stock method."""
+    """Name of the strategy or stock method."""
     options: dict[str, Any]
-    """Options of the strategy's or the stock method's own."""
+    """Options of the strategy or the stock method."""
     settings: dict[str, Any]
-    """Settings of the run, out of `SETTINGS`."""
+    """Settings of the run, among those in `SETTINGS`."""
 
     @property
     def is_ours(self) -> bool:
@@ -98,40 +98,39 @@ class Arm:
 
     @property
     def wire(self) -> str:
-        """The wire that is set for it, or else the default."""
+        """The wire that the arm sets, or else the default."""
         return str(self.settings.get("wire", "fp32"))
 
     @property
     def overlaps(self) -> bool:
-        """Whether it has a communication lane that a clock could wait for."""
+        """Whether it has a communication lane for which a clock could wait."""
         return self.is_ours and STRATEGIES[self.name].overlaps
 
     @property
     def is_by_node(self) -> bool:
-        """Whether the ranks of a node hold one replica together."""
         return ledger_of(self.strategy()).by_node
 
     @property
     def sends_changes(self) -> bool:
-        """Whether it publishes parameters in their own format; see `Ledger.sends_changes`."""
+        """Whether it publishes parameters in a format for changes; see `Ledger.sends_changes`."""
         return self.is_ours and ledger_of(self.strategy()).sends_changes
 
     def strategy(self) -> Strategy:
         """Return the strategy with its options, without a run; only if `is_ours`.
 
-        A rate that changes along a run is its mean.
+        A rate that changes during a run is replaced by its mean.
         """
         return STRATEGIES[self.name](**{key: _without_run(value) for key, value in self.options.items()})
 
     @property
     def own_text(self) -> str:
-        """The text without settings of the run."""
+        """The text of the arm without settings of the run."""
         parts = self.text.split(":")
         return ":".join(part for part in parts if part.partition("=")[0] not in self.settings)
 
     @property
     def resolved(self) -> str:
-        """The text with every option of the strategy; values that are None and seeds are skipped."""
+        """The text with every option of the strategy; options that are None, and seeds, are skipped."""
         record = self.strategy() if self.is_ours else options_of(peer_of(self.name))(**self.options)
         own = field_types(record.__class__)
         values = {name: getattr(record, name) for name in own}
@@ -154,8 +153,8 @@ def parse_arm(text: str) -> Arm:
     """Read one arm.
 
     Raises:
-        UnknownName: No such strategy or stock method, or no such setting.
-        ConfigError: A value cannot be read, or cannot be.
+        UnknownName: There is no such strategy, stock method or setting.
+        ConfigError: A value cannot be read, or is not allowed.
     """
     place = _PLACE.match(text.strip())
     name = place[0] if place else split_settings(text)[0]
@@ -183,7 +182,7 @@ def parse_arm(text: str) -> Arm:
 
 
 def peer_of(name: str) -> Callable[..., Peer]:
-    """Return what makes the handle of a stock method, or of one of anybody's.
+    """Return the function that makes the handle of a stock method, or of a user's own method.
 
     Raises:
         UnknownName: There is no such method, file or name in it.
@@ -201,8 +200,8 @@ def parse_arms(texts: Sequence[str]) -> list[Arm]:
     """Read all arms.
 
     Raises:
-        UnknownName: No such strategy or setting.
-        ConfigError: A value cannot be read or cannot be, or two arms are the same.
+        UnknownName: There is no such strategy or setting.
+        ConfigError: A value cannot be read or is not allowed, or two arms are equal.
     """
     if len(set(texts)) < len(texts):
         raise ConfigError(f"an arm is twice in {', '.join(texts)}; use repeats to run all of them again")

@@ -1,12 +1,12 @@
-"""The length of a run: how many updates, or how many samples, and how much of that is done; the same on all ranks.
+"""The length of a run in updates or samples, and how much of it is done; the same on all ranks.
 
-A budget of samples counts first uses in committed updates of all ranks: an echo is free. Where every update has the
-same number of them, the last update is known from the beginning, as with a budget of updates. Under a `Clock`, or
-with an echo, it is known only then: the run ends with the first update at or beyond the budget, and strategies that
-overlap commit one more, with the gradients computed during that update.
+A budget of samples counts first uses in committed updates of all ranks: repeated batches are free. If every update has
+the same number of samples, the last update is known from the beginning, as with a budget of updates. Under a `Clock`,
+or with an echo, it is known only when it comes: the run ends with the first update at or beyond the budget, and
+strategies that overlap commit one more, with the gradients computed during that update.
 
 Schedules stretch over the budget. Schedules of learning rates count *nominal* updates: samples so far, divided by the
-samples of an update with the run's `micro_batches` on every rank, all fresh.
+samples of an update with the run's `micro_batches` on every rank, all of them first uses.
 """
 
 from collections.abc import Callable
@@ -25,12 +25,12 @@ from stretto_lab.train.configuration import RunConfig, TaskT, samples_of
 
 
 class Budget:
-    """How much a run may spend, and how much it has spent.
+    """The length of a run, and how much of it is done.
 
     Args:
         total: Updates or samples.
-        nominal: Samples of a nominal update; None where updates are counted.
-        of: Returns what an update has spent; None where all spend the same, so that the last one is known.
+        nominal: Samples of a nominal update; None if the budget counts updates.
+        of: Returns what an update has spent; None if all updates spend the same, so that the last one is known.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Budget:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the last update is known beforehand."""
+        """Whether the last update is known in advance."""
         return self._of is None
 
     @property
@@ -60,42 +60,44 @@ class Budget:
 
     @property
     def samples(self) -> int | None:
-        """Fresh samples so far; None where updates are counted."""
+        """Samples at first use so far; None if the budget counts updates."""
         return self.spent if self.counts_samples else None
 
     def go_on(self, step: int, samples: int | None) -> None:
-        """Continue after so many updates, of so many fresh samples; None where they were not counted."""
+        """Continue after so many updates with so many samples at first use; None if they were not counted."""
         self.spent = samples if self.counts_samples and samples is not None else step * self.nominal
         if self._paced is not None:
             self._paced.turn_to(self.spent // self.nominal)
 
     @property
     def left(self) -> int:
-        """Nominal updates that are not spent."""
+        """Remaining nominal updates."""
         return -(-max(0, self.total - self.spent) // self.nominal)
 
     @property
     def updates(self) -> Length:
-        """Length of schedules that count updates."""
+        """Length for schedules that count updates."""
         return self.length if self.is_fixed else self.share
 
     def share(self) -> float:
-        """Return the share that is spent, at most 1."""
+        """Return the spent share, at most 1."""
         return min(1.0, self.spent / self.total)
 
     def last_update(self, step: int) -> int | None:
-        """Return the update with which the run ends, of which `step` are committed; None where it will show."""
+        """Return the last update of a run with `step` committed updates; None if it is not known yet."""
         return step + self.left if self.is_fixed else None
 
     def paces(self, scheduler: LRScheduler | None) -> "LRScheduler | Paced | None":
-        """Return the scheduler, which the training loop steps once per update; `count` steps it if that differs."""
+        """Return the scheduler for the training loop, which steps it once per update; if the budget counts samples,
+        `count` steps it instead.
+        """
         if scheduler is None or not self.counts_samples:
             return scheduler
         self._paced = Paced(scheduler)
         return self._paced
 
     def count(self, update: Update) -> None:
-        """Count a committed update, and step the scheduler as far."""
+        """Count a committed update, and step the scheduler accordingly."""
         self.spent += self.nominal if self._of is None else self._of(update)
         if self._paced is not None:
             self._paced.turn_to(self.spent // self.nominal)
@@ -105,39 +107,37 @@ class Paced:
     """A scheduler that counts nominal updates; a step at a committed update does nothing.
 
     Args:
-        scheduler: It.
+        scheduler: The scheduler.
     """
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self._scheduler = scheduler
 
     def step(self) -> None:
-        """Wait for `turn_to`."""
+        """Do nothing: `turn_to` steps the scheduler."""
 
     def turn_to(self, position: int) -> None:
-        """Step the scheduler as often as needed; never back."""
+        """Step the scheduler forward to a position."""
         while self._scheduler.last_epoch < position:
             self._scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's state."""
         return self._scheduler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the scheduler's state."""
         self._scheduler.load_state_dict(state)
 
 
 def budget_of(run: RunConfig[TaskT], world_size: int, total: int | None = None) -> Budget | None:
-    """Return the budget of a run on so many ranks; None where only time or loss end it.
+    """Return the budget of a run on so many ranks; None if only time or loss end it.
 
     Args:
-        run: Its configuration.
+        run: The run's configuration.
         world_size: The number of ranks.
-        total: Micro-batches of all ranks together in an update, if given.
+        total: Micro-batches of all ranks together in an update, if fixed.
 
     Raises:
-        ConfigError: Ranks could not agree on how much is spent.
+        ConfigError: The ranks' counts could differ.
     """
     samples, updates = run.samples, run.planned_updates
     if samples is None:

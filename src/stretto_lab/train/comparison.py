@@ -1,4 +1,4 @@
-"""Two measurements: strategies side by side on the same link, and whether a run waits for its data."""
+"""Two measurements: strategies one after another on the same link, and whether a run waits for its data."""
 
 import dataclasses
 import math
@@ -35,11 +35,10 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Run every arm once, then all arms again, and return one record per run.
 
-    The first rank writes the records to compare.json after every run, so that an interrupted comparison keeps those it
-    has.
+    The first rank writes the records to compare.json after every run, so that an interrupted comparison keeps them.
 
     Args:
-        comparison: Arms, repeats, and what all arms have in common.
+        comparison: Arms, repeats, and the settings common to all arms.
         ranks: The ranks that train.
         log: Called with one line of text before and after every run.
 
@@ -85,7 +84,7 @@ def left(started: float, done: int, whole: int) -> str:
 
 
 def _run_of(arm: Arm, comparison: CompareConfig[TaskT], repeat: int) -> RunConfig[TaskT]:
-    """Return the run of an arm; all arms of a repeat have the same seed, so that they can be compared in pairs."""
+    """Return the run of an arm; all arms of a repeat have the same seed, for comparison in pairs."""
     shared = comparison.fitted_to(arm)
     run = dataclasses.replace(shared, seed=comparison.seed + repeat).run_of(arm)
     return dataclasses.replace(run, faults=comparison.faults)
@@ -122,8 +121,8 @@ def diagnose_rank(info: RankInfo, job: DiagnoseConfig[TaskT]) -> Diagnosis:
     """Measure this rank's loader and steps; every rank of the job calls this with equal settings.
 
     Args:
-        info: Which rank this is.
-        job: What to measure.
+        info: This rank.
+        job: The job to measure.
 
     Raises:
         StrettoError: A setting, a step or a rank failed.

@@ -1,12 +1,12 @@
 """All options of a run: recipe, workers, and the arms of a comparison.
 
 Options             how `DataParallel` works
-  Training          recipe and length
-    Job             on real workers
-      RunConfig     once, with its files
-      CompareConfig by several strategies
-      DiagnoseConfig for a few steps
-    SimulateConfig  on a virtual cluster (`stretto_lab.train.simulation`)
+Training            recipe and length
+  Job               on real workers
+    RunConfig       one run, with its files
+    CompareConfig   several strategies
+    DiagnoseConfig  a few steps
+  SimulateConfig    on a virtual cluster (`stretto_lab.train.simulation`)
 """
 
 import dataclasses
@@ -29,11 +29,11 @@ TaskT = TypeVar("TaskT", bound=TaskConfig)
 DEFAULT_UPDATES = 240
 """Default length of a run."""
 DEFAULT_PATIENCE = 600.0
-"""Seconds after which a run that only a loss would end gives up."""
+"""Seconds after which a run gives up if only a loss would end it."""
 
 
 def part_of(record: Any, kind: type) -> dict[str, Any]:
-    """Return the fields that `record` has from `kind`, which is its class or a parent of that, by name."""
+    """Return the fields of `record` that belong to `kind`, its class or a parent class, by name."""
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(kind)}
 
 
@@ -42,33 +42,33 @@ class Training(Options, Generic[TaskT]):
     """The recipe and its training, together with the options of `DataParallel`."""
 
     task: TaskT
-    """Model, data and optimizer: what the recipe returned."""
+    """Model, data and optimizer, as the recipe returns them."""
     seed: int = 0
-    """Decides initial parameters and all draws; the order of the data among them. Not negative."""
+    """Seed of the initial parameters and all draws, including the order of the data. Not negative."""
     updates: int | None = None
     """Committed updates after which the run ends; None for no limit."""
     samples: int | None = None
-    """Samples after which the run ends, instead of updates; those of all ranks at their first use, so that echoes are
-    free. Schedules stretch over them. It ends with the first update at or beyond; where communication is hidden, under
-    a clock or an echo, one later."""
+    """Samples after which the run ends, instead of updates; it counts samples of all ranks at their first use, so
+    repeated batches are free. Schedules stretch over them. The run ends with the first update at or beyond this number;
+    if communication is hidden, under a clock or an echo, one update later."""
     micro_batches: int = 4
-    """Micro-batches per rank and update; the batch is this times the ranks times the recipe's own batch."""
+    """Micro-batches per rank and update; the batch is this number times the ranks times the recipe's own batch."""
     clock: Clock | None = None
-    """MIN,MAX micro-batches per rank and round, by the clock instead of a fixed number: a rank accumulates until
-    the last exchange is through. Strategies that do not overlap keep to `micro_batches`."""
+    """MIN,MAX micro-batches per rank and round, by the clock instead of a fixed number: a rank accumulates until the
+    last exchange has ended. Strategies that do not overlap use `micro_batches`."""
     guards: tuple[str, ...] = ()
     """Watch values: standard, or replica, rest, audit; several with commas between them, settings after colons, as
-    rest,audit:rate=0.01. standard is all that fits the strategy, and `verified`. See the page guards."""
+    rest,audit:rate=0.01. standard means all guards that fit the strategy, and `verified`. See the page guards."""
     echo: str = "none"
-    """Use batches again: even, bernoulli, ready or auto; in other updates, while the next ones are on their way.
+    """Use batches again: even, bernoulli, ready or auto; in other updates, while the next batches are being loaded.
     Settings follow after colons, as in even:uses=2.5 or with a schedule bernoulli:p=cosine(1,0.25). See the page echo,
     and `stretto diagnose` first."""
     slow_loader: str = "none"
-    """Make loading slow: MS[,decode][,jitter=CV] per micro-batch, waiting, or with decode keeping a core busy."""
+    """Make loading slow: MS[,decode][,jitter=CV] per micro-batch; the loader waits, or with decode it keeps a core
+    busy."""
     evaluate_every: int | None = 100
     """Updates between evaluations of the held-out loss, besides the evaluations before and after the run; None for
-    these two alone.
-    """
+    these two alone."""
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)  # a bare super() does not find its class in a slotted dataclass
@@ -86,12 +86,12 @@ class Training(Options, Generic[TaskT]):
 
     @property
     def options(self) -> Options:
-        """The part that `DataParallel` takes."""
+        """The options of `DataParallel`."""
         return Options(**part_of(self, Options))
 
     @property
     def planned_updates(self) -> int | None:
-        """Committed updates after which the run ends, or None where only time or loss end it."""
+        """Committed updates after which the run ends; None if only time or loss end it."""
         return self.updates
 
 
@@ -100,25 +100,25 @@ class Job(Training[TaskT]):
     """The recipe, its real workers, and its end."""
 
     workers: int | None = None
-    """Local processes to start; None is one per CUDA device, or 2 on processors. Ranks that a launcher such as torchrun
-    has started count instead."""
+    """Local processes to start; None starts one per CUDA device, or 2 on CPUs. Under a launcher such as torchrun its
+    ranks count instead."""
     shard: int = 1
-    """Consecutive workers that hold one model together, cut by FSDP2; the strategy trains across such nodes. 1 lets
-    every worker hold a whole model. See the page sharded."""
+    """Consecutive workers that hold one model together, sharded by FSDP2; the strategy trains across such nodes. 1
+    means that every worker holds a whole model. See the page sharded."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model lives; auto takes CUDA where every local worker finds its own device."""
+    """Device of the model; auto uses CUDA if every local worker has its own device."""
     updates: int | None = None
     """Updates after which the run ends; 240 if nothing else ends it. Learning-rate schedules stretch over them."""
     seconds: float | None = None
-    """Training time after which the run ends; evaluations and checkpoints do not count."""
+    """Training time after which the run ends, without evaluations and checkpoints."""
     to_loss: float | None = None
-    """Held-out loss that ends the run; two evaluations in a row are at or below it. Where nothing else is set that ends
-    it, the run gives up after 600 s of training."""
+    """Held-out loss that ends the run, once two evaluations in a row are at or below it. If nothing else is set to end
+    the run, it gives up after 600 s of training."""
     link: str = "none"
-    """Slow link to train over, as 1gbit or 50mbit,2ms; throttles Gloo, no root needed."""
+    """Slow link to train over, as 1gbit or 50mbit,2ms; throttles Gloo, needs no root."""
     slow: dict[int, float] = dataclasses.field(default_factory=dict)
-    """Ranks that are made slow: with 3=2.5,7=1.2 rank 3 takes 2.5 times as long for a micro-batch. It waits for the
-    rest of that time and does not compute; factors of at least 1."""
+    """Ranks to slow down: with 3=2.5,7=1.2 rank 3 takes 2.5 times as long for a micro-batch. It waits for the
+    additional time and does not compute; factors of at least 1."""
 
     def __post_init__(self) -> None:
         Training.__post_init__(self)
@@ -139,18 +139,18 @@ class Job(Training[TaskT]):
 
     @property
     def planned_updates(self) -> int | None:
-        """Committed updates after which the run ends, or None where only time or loss end it."""
+        """Committed updates after which the run ends; None if only time or loss end it."""
         others = (self.samples, self.seconds, self.to_loss)
         return DEFAULT_UPDATES if self.updates is None and others == (None, None, None) else self.updates
 
     @property
     def planned_seconds(self) -> float | None:
-        """Training time after which the run ends, or None where time does not end it."""
+        """Training time after which the run ends; None if time does not end it."""
         others = (self.updates, self.samples, self.seconds)
         return DEFAULT_PATIENCE if self.to_loss is not None and others == (None, None, None) else self.seconds
 
     def fitted_to(self, arm: Arm) -> Self:
-        """Return this job, which other arms share or which came before its arm, with formats that go with this one."""
+        """Return this job with formats that suit this arm; other arms may share the job."""
         return dataclasses.replace(
             self,
             wire=arm.settings.get("wire", self.wire),
@@ -158,10 +158,11 @@ class Job(Training[TaskT]):
         )
 
     def run_of(self, arm: Arm) -> "RunConfig[TaskT]":
-        """Return the run of one arm: what this job says of a run, but for what the arm sets itself.
+        """Return the run of one arm: this job's settings, replaced by the arm's settings.
 
         Raises:
-            ConfigError: The arm sets what the job does not have, or what cannot be, or another wire than the job.
+            ConfigError: The arm sets an option that the job does not have or a value that is not allowed, or another
+                wire than the job.
         """
         changes = dict(arm.settings)
         if self.wire not in (changes.get("wire", self.wire), Options().wire):
@@ -182,7 +183,7 @@ def samples_of(task: TaskConfig) -> int:
     """Return how many samples a micro-batch of a task has.
 
     Raises:
-        ConfigError: Its options do not say.
+        ConfigError: The task's options do not say so.
     """
     batch: Any = getattr(task, "batch", None)
     if not is_count(batch, 1):
@@ -204,29 +205,27 @@ class RunConfig(Job[TaskT]):
     """One training run, with its files."""
 
     strategy: str = "zero1"
-    """auto, ddp, zero1, dpu, wp, acco, average, local, diloco, paft-sync or paft-dyn; its own settings follow after
-    colons, as in acco:first=1 or average:4:wire=int4. auto takes the choice of `stretto plan`.
-    """
+    """auto, ddp, zero1, dpu, wp, acco, average, local, diloco, paft-sync or paft-dyn; its settings follow after colons,
+    as in acco:first=1 or average:4:wire=int4. auto uses the choice of `stretto plan`."""
     run_dir: str | None = None
-    """Folder of the run, instead of a new folder in runs/; configuration, records, TensorBoard events and
-    checkpoints."""
+    """Folder for configuration, records, TensorBoard events and checkpoints; None makes a new folder in runs/."""
     strikes: int | None = 3
-    """Once damage was attributed to the same rank or link in this many updates, the job continues without it; None for
-    no limit."""
+    """Number of updates with damage from the same rank or link after which the job continues without it; None for no
+    limit."""
     restarts: int = 3
-    """Times that local workers continue from the last checkpoint after damage that cannot be repaired, or that came too
-    often, without those it is attributed to; 0 for none."""
+    """How often local workers restart from the last checkpoint, after damage that is frequent or cannot be repaired,
+    without the ranks that caused it; 0 for never."""
     survive: bool = False
-    """Continue when a local worker dies, from the memories of the others, and start a new worker to replace it;
-    `restarts` times at most. See the page survive."""
+    """Continue when a local worker dies, from the memory of the other workers, and start a new worker to replace it; at
+    most `restarts` times. See the page survive."""
     faults: tuple[Fault, ...] = ()
-    """Damage done on purpose, to rehearse: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3, or
-    with rank=all; see the page guards."""
+    """Faults to inject as a rehearsal: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3, or with
+    rank=all; see the page guards."""
     resume: bool = False
-    """Continue the run in --run-dir, or begin it there; from its last good checkpoint. `stretto resume` repeats the
-    other options too."""
+    """Resume the run in --run-dir from its last good checkpoint, or start it there. `stretto resume` repeats the other
+    options too."""
     checkpoint_every: int | None = 50
-    """Updates between checkpoints, of which the latest three stay; None for none."""
+    """Updates between checkpoints, of which the latest three are kept; None for no checkpoints."""
     tensorboard: bool = True
     """Write TensorBoard events."""
 
@@ -246,19 +245,20 @@ class RunConfig(Job[TaskT]):
 
     @property
     def saves_every(self) -> int | None:
-        """Updates between checkpoints; None where there are none, for want of a folder too."""
+        """Updates between checkpoints; None if there are none, or no folder for them."""
         return None if self.run_dir is None else self.checkpoint_every
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DiagnoseConfig(Job[TaskT]):
-    """Whether a job waits for its data, and what an echo would gain: a few real steps, nothing is kept."""
+    """Whether a job waits for its data, and how much an echo would gain; runs a few real steps, and discards them."""
 
     strategy: str = "zero1"
-    """ddp, zero1, dpu, wp, acco, average, local, diloco, paft-sync or paft-dyn; what the steps communicate, and whether
-    it is hidden."""
+    """ddp, zero1, dpu, wp, acco, average, local, diloco, paft-sync or paft-dyn; it decides what the steps communicate,
+    and whether the communication is hidden."""
     batches: int = 32
-    """Micro-batches to measure each time, rounded up to whole updates; the loader alone, the step alone, both."""
+    """Micro-batches per measurement, rounded up to whole updates; it measures the loader alone, the step alone, and
+    both."""
 
     def __post_init__(self) -> None:
         Job.__post_init__(self)
@@ -268,7 +268,7 @@ class DiagnoseConfig(Job[TaskT]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CompareConfig(Job[TaskT]):
-    """Several strategies side by side: one after another on the same link, then all again."""
+    """Several strategies, one after another on the same link, in several repeats."""
 
     strategies: tuple[str, ...] = ("compute", "ddp", "zero1", "dpu", "wp", "acco")
     """Arms: of train, compute, torch-ddp, torch-ddp-bf16, torch-ddp-powersgd, torch-ddp-zero, torch-local-sgd,
@@ -276,15 +276,15 @@ class CompareConfig(Job[TaskT]):
     wp:wire=bf16:lr=2e-3, acco:clock=1,8, torch-local-sgd:interval=20. The arms of train are its strategies; compute
     never communicates; the others are methods of PyTorch."""
     repeats: int = 1
-    """Times that every arm runs; one round of all arms after the other, and the seed grows by one each time."""
+    """How often every arm runs; all arms run once before any runs again, and the seed grows by one for each repeat."""
     out: str = "runs/comparison"
-    """Folder for compare.json; it is written again after every run."""
+    """Folder for compare.json, which is written again after every run."""
     faults: tuple[Fault, ...] = ()
-    """Damage done on purpose in every run: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3, or
-    with rank=all; see the page guards."""
+    """Faults to inject in every run: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3, or with
+    rank=all; see the page guards."""
     evaluate_every: int | None = 10
-    """Updates between evaluations of the held-out loss, with the clock stopped; None for those before and after
-    a run alone."""
+    """Updates between evaluations of the held-out loss, with the clock stopped; None evaluates only before and after a
+    run."""
 
     def __post_init__(self) -> None:
         Job.__post_init__(self)

@@ -1,4 +1,4 @@
-"""What the training loop holds: `DataParallel` or a stock method with the same interface, as a run says."""
+"""The handle of the training loop: `DataParallel`, or a stock method with the same interface."""
 
 import dataclasses
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ Batch = TypeVar("Batch")
 
 
 Handle = DataParallel | Peer
-"""What the training loop holds: names mean the same in both."""
+"""The training loop's handle; both classes have the same methods."""
 
 
 def open_handle(
@@ -41,16 +41,16 @@ def open_handle(
     mesh: Any = None,
     total: int | None = None,
 ) -> Handle:
-    """Wrap a model as the run says; all ranks of `group`, or of the default group, must call.
+    """Wrap a model as the run's configuration says; all ranks of `group`, or of the default group, must call it.
 
     Args:
         run: The configuration.
-        model: To train.
+        model: The model to train.
         optimizer: Over its parameters.
         scheduler: Stepped at every committed update.
-        group: Of all ranks; None is torch's default group.
-        budget: Its length is the length of rates of averages that name no steps.
-        mesh: Of `train.shards.placed`, where the model is sharded inside nodes.
+        group: The group of all ranks; None is PyTorch's default group.
+        budget: Its length is used for averaging rates that name no steps.
+        mesh: The mesh of `train.shards.placed`, if the model is sharded inside nodes.
         total: Micro-batches of all ranks together in an update, instead of `run.micro_batches` of each.
 
     Raises:
@@ -84,10 +84,10 @@ def open_handle(
 
 
 def strategy_of(arm: Arm, run: RunConfig[TaskT], budget: Budget | None) -> Strategy:
-    """Return the strategy of an arm, one that stays, in its run.
+    """Return the strategy of an arm for its run.
 
     Raises:
-        ConfigError: Its rate follows what cannot be known.
+        ConfigError: Its rate needs a length of the run that is not known.
     """
     options = dict(arm.options)
     if "seed" in field_types(STRATEGIES[arm.name]):
@@ -103,7 +103,7 @@ def strategy_of(arm: Arm, run: RunConfig[TaskT], budget: Budget | None) -> Strat
 
 
 def _options(run: RunConfig[TaskT]) -> Options:
-    """Return the options of a run, whose noise is drawn from the run's seed unless it has one."""
+    """Return the options of a run; noise without a seed uses the run's seed."""
     noise = run.noise
     if noise is not None and noise.seed is None:
         noise = dataclasses.replace(noise, seed=run.seed)
@@ -112,13 +112,13 @@ def _options(run: RunConfig[TaskT]) -> Options:
 
 
 def check_run(run: RunConfig[TaskT], world_size: int) -> None:
-    """Raise where settings of the run contradict each other, before there are workers, data or a folder.
+    """Raise if settings of the run contradict each other, before there are workers, data or a folder.
 
-    What the parts of the library have to say about each other is found by wrapping a model of one weight on a rank
-    that is alone. A recipe over the user's files looks at these.
+    It wraps a model of one weight on a single rank, so that each part of the library checks its settings. A recipe with
+    files of the user checks those too.
 
     Raises:
-        ConfigError: They do.
+        ConfigError: Settings contradict each other.
     """
     _check_ranks(run, world_size)
     _check_shards(run, world_size)
@@ -147,7 +147,7 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
 
 
 def _check_ranks(run: RunConfig[TaskT], world_size: int) -> None:
-    """Raise ConfigError where faults, noise or slowness are of ranks that the run does not have."""
+    """Raise ConfigError if faults, noise or slowness name ranks that the run does not have."""
     named = {fault.rank for fault in run.faults if fault.rank != "all"}
     if outside := sorted(rank for rank in named if not rank < world_size):
         raise ConfigError(
@@ -160,7 +160,7 @@ def _check_ranks(run: RunConfig[TaskT], world_size: int) -> None:
 
 
 def _check_shards(run: RunConfig[TaskT], world_size: int) -> None:
-    """Raise ConfigError where a model that is sharded inside nodes cannot be trained as the run says."""
+    """Raise ConfigError if the run's settings do not allow a model that is sharded inside nodes."""
     if run.shard == 1:
         return
     if world_size % run.shard:

@@ -1,7 +1,6 @@
-"""One run at a time in a folder: two that wrote the same records and checkpoints would spoil both.
+"""A lock that allows one run at a time in a folder: two runs would spoil each other's records and checkpoints.
 
-The lock belongs to the process. The system takes it back when the process ends, by any end, so a killed run leaves no
-lock.
+The lock belongs to the process. The system releases it however the process ends, so a killed run leaves no lock.
 """
 
 import contextlib
@@ -17,19 +16,19 @@ from stretto.disk import writing_to
 from stretto.errors import ConfigError
 
 LOCK = ".lock"
-"""The file that is locked; it stays in the folder, and says which process had the lock last."""
+"""The locked file; it stays in the folder, and names the last process that locked it."""
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Keep all other runs out of `folder` for the length of the block; makes the folder where there is none.
+    """Exclude all other runs from `folder` during the block; make the folder if it does not exist.
 
-    A file system without locks excludes no process.
+    On a file system without locks it excludes no process.
 
     Raises:
-        ConfigError: Another run holds it.
-        DiskError: Nothing can be written there.
+        ConfigError: Another run uses the folder.
+        DiskError: The folder cannot be written.
     """
     path = folder / LOCK
     with writing_to(path):

@@ -1,4 +1,4 @@
-"""Where the ranks of a run come from: local processes, or ranks that a launcher has started."""
+"""The ranks of a run: local processes, or ranks that a launcher has started."""
 
 import copy
 import dataclasses
@@ -19,14 +19,14 @@ from stretto_lab.train.workers import RankInfo, host_store, run_workers
 T = TypeVar("T")
 
 STEADY_AFTER = 3
-"""First updates that the measured rate of a run skips: memory is new, and overlapping only begins."""
+"""Number of first updates that a run's rate skips: memory is new, and overlap only begins."""
 
 
 class Ranks:
-    """Ranks that can train any number of times, each time in new processes, so that peak memory is each run's own.
+    """Ranks that train any number of times, each time in new processes, so that each run measures its own peak memory.
 
     Args:
-        infos: Those that this process starts; a launcher may have started others.
+        infos: The ranks that this process starts; a launcher may have started others.
         hosts_store: Whether this process opens the store; otherwise another process does.
     """
 
@@ -39,7 +39,6 @@ class Ranks:
 
     @classmethod
     def local(cls, workers: int) -> Self:
-        """Return so many ranks on this machine."""
         infos = [
             RankInfo(
                 rank=rank,
@@ -55,26 +54,26 @@ class Ranks:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self._infos[0].world_size
 
     @property
     def local_world_size(self) -> int:
-        """How many ranks share this machine's devices; how many there were at first."""
+        """Number of ranks that share this machine's devices, before any rank was excluded."""
         return self._infos[0].local_world_size
 
     @property
     def is_first(self) -> bool:
-        """Whether this process makes folders, writes results and prints them."""
+        """Whether this process makes folders, and writes and prints results."""
         return self._infos[0].rank == 0
 
     @property
     def are_local(self) -> bool:
-        """Whether this process starts all of them."""
+        """Whether this process starts all ranks."""
         return len(self._infos) == self.world_size
 
     def without(self, ranks: Collection[int]) -> Self | None:
-        """Return all ranks but these, with new numbers, each on its device; None where a launcher has started them."""
+        """Return the other ranks with new numbers, each on its device; None if a launcher has started them."""
         if not self.are_local:
             return None
         remaining, kept = copy.copy(self), [info for info in self._infos if info.rank not in ranks]
@@ -84,7 +83,7 @@ class Ranks:
         return remaining
 
     def of_next_run(self) -> list[RankInfo]:
-        """Return the ranks with keys in the store that no other run has."""
+        """Return the ranks with a prefix for keys in the store that no other run uses."""
         prefix = str(next(self._runs))
         return [dataclasses.replace(info, store_prefix=prefix) for info in self._infos]
 
@@ -113,10 +112,10 @@ def train(
 
     Args:
         ranks: All ranks of the run.
-        run: What to train.
-        warmup_updates: First updates that the outcome's rate skips.
-        shows_progress: Whether rank 0 shows the run as it goes.
-        is_passing: Whether it is one of many, of which nothing stays on the screen.
+        run: The run.
+        warmup_updates: Number of first updates that the outcome's rate skips.
+        shows_progress: Whether rank 0 shows the progress.
+        is_passing: Whether it is one of many runs, whose lines are erased.
 
     Raises:
         WorkerFailed: A rank failed; names it and the cause.

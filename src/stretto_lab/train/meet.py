@@ -1,4 +1,4 @@
-"""The store at which processes of a job meet that survives the loss of ranks: hosted by none of them."""
+"""The store where processes of a job meet, if the job survives lost ranks; none of the ranks hosts it."""
 
 import dataclasses
 import threading
@@ -10,12 +10,13 @@ from stretto_lab.train.workers import host_store
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MeetConfig:
-    """Where processes of a job meet."""
+    """The address where processes of a job meet."""
 
     host: str = "127.0.0.1"
-    """Name or address of this machine; a loopback address listens to this machine alone, any other at all addresses."""
+    """Name or address of this machine; at a loopback address the store accepts only this machine, at any other address
+    all machines."""
     port: int = 29400
-    """Port to listen at; 0 lets the system choose."""
+    """Port of the store; 0 lets the system choose."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -23,11 +24,11 @@ class MeetConfig:
 
 
 def meet(config: MeetConfig, log: Callable[[str], None]) -> None:
-    """Host the store until this process is ended.
+    """Host the store until the process is ended.
 
     Args:
-        config: Where.
-        log: Called with one line of text, which says where.
+        config: The address.
+        log: Called with one line of text that names the address.
 
     Raises:
         ConfigError: The port is taken.

@@ -1,6 +1,7 @@
-"""Imported by the server that processes are forked from, before anything else: it ends with the command.
+"""The server of forked processes imports this first, so that it ends with the command.
 
-The server would notice alone, but only behind its imports, which take seconds. Linux alone can do better.
+Without this the server would notice the end of the command only after its imports, which take seconds. Only Linux can
+do better.
 """
 
 import signal

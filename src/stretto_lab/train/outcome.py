@@ -1,8 +1,8 @@
-"""The outcome of a run on one rank, a description of the machine it ran on, and the run's folder.
+"""The outcome of a run on one rank, a description of its machine, and the run's folder.
 
-The folder holds config.json, updates.jsonl, evaluations.jsonl, memory.jsonl, tensorboard/, checkpoints/ and model.pt;
-where faults are done on purpose also strikes/; of a model that other libraries read also model/, and the tokenizer/
-that was made for it.
+The folder contains config.json, updates.jsonl, evaluations.jsonl, memory.jsonl, tensorboard/, checkpoints/ and
+model.pt; with injected faults also strikes/; for a model that other libraries can read also model/, and a tokenizer/ if
+one was made.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ _CPU = torch.device("cpu")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """One measurement of the held-out loss."""
+    """The held-out loss after some update."""
 
     step: int
-    """Committed updates before it."""
+    """Number of committed updates before it."""
     training_seconds: float
     """Training time before it."""
     heldout_loss: float
@@ -44,34 +44,33 @@ class Outcome:
     """The outcome of a run on one rank; times and bytes are that rank's own."""
 
     updates: int
-    """Committed updates, with those before the checkpoint that the run continued from."""
+    """Number of committed updates, including those before the checkpoint from which the run resumed."""
     samples: int
-    """Samples of the updates made here, over all ranks."""
+    """Samples of all ranks in this process's updates."""
     fresh_samples: int
-    """Those at their first use."""
+    """Samples used for the first time."""
     training_seconds: float
     """Training time, without evaluations and checkpoints."""
     cpu_seconds: float
-    """Processor time of all threads of the process, in the training time of the updates made here."""
+    """Processor time of all threads of the process, during the training time of its updates."""
     samples_per_second: float | None
-    """Over all ranks, from the end of the warm-up to the last update that the loop received; None where there are
-    not two updates to measure between."""
+    """Samples of all ranks per second, from the end of the warm-up to the last update that the loop received; None if
+    there are fewer than two updates."""
     exposed_seconds: float | None
-    """Time in which the compute lane waited for communication, in the updates made here; None if the method does not
-    report it.
-    """
+    """Time for which the compute lane waited for communication, in this process's updates; None if the method does not
+    report it."""
     lane_seconds: float | None
-    """Time in which the communication lane was busy, in the updates made here; None as above."""
+    """Time for which the communication lane was busy, in this process's updates; None if not reported."""
     sent_bytes: int
-    """Bytes handed to collectives for other ranks, in the updates made here."""
+    """Bytes passed to collectives for other ranks, in this process's updates."""
     fresh_batches: int
-    """Micro-batches that this rank took from its loader, for the updates made here."""
+    """Micro-batches that this rank took from its loader, for this process's updates."""
     echoed_batches: int
-    """Micro-batches that it used again."""
+    """Micro-batches that this rank used again."""
     wait_seconds: float
-    """Time in which it waited for the loader."""
+    """Time for which this rank waited for the loader."""
     baseline_bytes: int
-    """Peak resident memory of the process when the task was built and nothing wrapped it yet."""
+    """Peak resident memory of the process when the task was built, before it was wrapped."""
     peak_bytes: int
     """Peak resident memory of the process."""
     heldout_before: float
@@ -79,33 +78,32 @@ class Outcome:
     heldout_loss: float
     """Held-out loss at the end."""
     seconds_to_loss: float | None
-    """Training time at which `to_loss` was reached; None where it was not, or not asked for."""
+    """Training time when `to_loss` was reached; None if it was not reached or not requested."""
     evaluations: tuple[Evaluation, ...]
     """All evaluations, in order."""
     accuracy: float | None
-    """Share of held-out samples classified rightly at the end; classifiers only."""
+    """Share of held-out samples that are classified correctly at the end; classifiers only."""
     sample: str | None
     """Text that the model generated at the end; language models only."""
     resumed_from: int = 0
-    """Committed updates of the checkpoint that the run continued from; 0 for a new run."""
+    """Number of committed updates in the checkpoint from which the run resumed; 0 for a new run."""
     seconds_before: float = 0.0
-    """Part of `training_seconds` up to that checkpoint."""
+    """The part of `training_seconds` before that checkpoint."""
     faults_struck: int = 0
-    """Times that faults of the run, which are done on purpose, changed values of this rank."""
+    """Number of times that injected faults changed values of this rank."""
 
 
 def seconds_to_loss(evaluations: Sequence[Evaluation], target: float) -> float | None:
     """Return the training time at which `target` was reached, or None.
 
-    A single evaluation at or below the target may be luck, so the next one has to confirm it. The time is taken
-    between evaluations, on the straight line from the last one above the target, if that is finite, to the first of
-    the two below:
+    A single evaluation at or below the target may be luck, so the next one has to confirm it. The time is interpolated
+    linearly between the last evaluation above the target, if its loss is finite, and the first of the two below:
 
         t = t0 + (t1 - t0) (l0 - target) / (l0 - l1),      l0 > target >= l1
 
     Args:
-        evaluations: In the order of time.
-        target: Held-out loss.
+        evaluations: Evaluations in the order of time.
+        target: The held-out loss to reach.
     """
     for index in range(len(evaluations) - 1):
         first, confirming = evaluations[index], evaluations[index + 1]
@@ -123,7 +121,7 @@ def _crossing(above: Evaluation, below: Evaluation, target: float) -> float:
 
 
 def new_run_folder(recipe: str) -> str:
-    """Return a name for the folder of a run that begins now."""
+    """Return a name for the folder of a new run."""
     return str(Path("runs", f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"))
 
 
@@ -135,11 +133,11 @@ def prepare_run_folder(
     Args:
         run: The run; one without a folder leaves no files.
         command: The command line, to keep with the configuration.
-        device: Where the models of this machine's ranks live.
+        device: Kind of device for the models of this machine's ranks.
 
     Raises:
-        ConfigError: The folder holds a run already, and this run does not resume it; or it holds what no run has
-            written. Nothing was written.
+        ConfigError: The folder contains a run that this run does not resume, or files that no run has written. Nothing
+            was written.
         DiskError: It cannot be written.
     """
     if run.run_dir is None:
@@ -159,14 +157,14 @@ def prepare_run_folder(
 
 
 def note_parameters(folder: Path, count: int) -> None:
-    """Add to the configuration of a run how many parameters its model has, which is known once a rank has built it."""
+    """Add the model's number of parameters to a run's configuration, once a rank has built the model."""
     path = folder / _CONFIG
     if path.is_file():
         replace_json(path, {**json.loads(read_whole(path)), "parameters": count})
 
 
 _CONFIG = "config.json"
-"""The first file of a run: a folder without it, and with anything else, is not a run's."""
+"""The first file of a run: a folder with other files and without this one is not a run's folder."""
 _OURS = (
     _CONFIG,
     "updates.jsonl",
@@ -180,10 +178,10 @@ _OUR_FOLDERS = ("checkpoints", "model", "strikes", "tensorboard", "tokenizer", "
 
 
 def check_folder(folder: Path, *, resume: bool) -> None:
-    """Raise unless the folder is new, empty, or that of a run to be resumed.
+    """Raise unless the folder is new, empty, or a run's folder that is to be resumed.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: It is none of these.
     """
     try:
         # A run that was killed while it wrote its first file has left that one.
@@ -215,7 +213,7 @@ def check_folder(folder: Path, *, resume: bool) -> None:
 
 
 def _has_kind(path: Path, is_folder: bool) -> bool:
-    """Return whether a path is free, or holds what a run writes there."""
+    """Return whether a path does not exist, or is the kind of file that a run writes there."""
     if path.is_symlink() or not path.exists():
         return not path.is_symlink()
     return path.is_dir() if is_folder else path.is_file()

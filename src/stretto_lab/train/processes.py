@@ -1,7 +1,7 @@
-"""Processes that a command starts: none of them outlives it, and the first failure is reported.
+"""Processes that a command starts: none of them outlives the command, and the first failure is reported.
 
-A process ends when its block ends, by any error or stop signal, and when the command that started it has ended, even
-by SIGKILL. What it sends comes through a pipe that only it and the command hold.
+A process ends when its block ends, by any error or stop signal, and when its command ends, even by SIGKILL. It sends
+its result through a pipe that only it and the command hold.
 """
 
 import multiprocessing
@@ -24,14 +24,14 @@ from stretto.errors import WorkerFailed
 from stretto_lab.lifeline import end_with_parent
 
 PRELOAD = ("stretto_lab.train.rank", "torch._dynamo")
-"""Modules that are imported once, before processes are forked. Making an optimizer imports the second, which takes
+"""Modules that are imported once, before processes are forked. An optimizer would import the second, which takes
 seconds."""
 FIRST = ("stretto_lab.train.orphan",)
-"""What the server imports before all that, so that it does not outlive a command that is killed meanwhile."""
+"""Modules that the server imports before all others, so that it ends with a command that is killed meanwhile."""
 STOPS = (signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a command to end, besides Ctrl-C."""
 SAVING_SECONDS = 5.0
-"""How long a process that is asked to end may take for what it has still to write; then it is killed."""
+"""Seconds that a process may take for its last writes after it is asked to end; then it is killed."""
 
 Given = TypeVar("Given")
 Found = TypeVar("Found")
@@ -39,16 +39,16 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One process, and our end of the pipe to it."""
+    """One process, and the command's end of the pipe to it."""
 
     process: BaseProcess
     pipe: Connection
 
     def receive(self) -> Any:
-        """Return what the process has sent.
+        """Return an object that the process has sent.
 
         Raises:
-            WorkerFailed: It has ended.
+            WorkerFailed: The process has ended.
         """
         try:
             return self.pipe.recv()
@@ -57,7 +57,7 @@ class Worker:
             raise WorkerFailed(_how_it_ended(self.process.exitcode)) from None
 
     def join(self) -> None:
-        """Wait until the process has ended, and ask how: one thread at a time."""
+        """Wait until the process has ended; only one thread at a time may ask."""
         wait([self.process.sentinel])
         with Workers.children:
             self.process.join()
@@ -67,20 +67,21 @@ class Workers:
     """Starts processes, and ends them with its block.
 
     Inside the block SIGTERM and SIGHUP raise SystemExit, as Ctrl-C raises KeyboardInterrupt, so that the block ends.
-    After the block they have their earlier effect: they end the process; a command prints a line first.
+    After the block they have their earlier effect.
 
     Args:
         preload: Modules that are imported once for all processes, in addition to `PRELOAD`.
     """
 
     children = threading.Lock()
-    """Of this process: a start asks how others have ended, and of two threads that ask only one gets the answer."""
+    """Guards this process's children: a start polls other children, and if two threads poll, only one receives the exit
+    code."""
 
     def __init__(self, *preload: str) -> None:
         self._context = _context(preload)
         self._workers: list[Worker] = []
         self.stop_signal: int | None = None
-        """The signal that has come, if processes may finish their update."""
+        """The received signal, if processes may finish their update."""
         self._may_land = False
 
     def start(self, body: Callable[..., None], *args: Any) -> Worker:
@@ -95,14 +96,14 @@ class Workers:
         return self._workers[-1]
 
     def let_land(self) -> None:
-        """All processes have been started, and may finish their update; before that the first stop signal ends them
+        """Allow the processes to finish their update after a stop signal; before this call, the first signal ends them
         at once.
         """
         self._may_land = True
 
     def ask_to_land(self, number: int) -> None:
-        """Pass the first stop signal on to all processes, which may finish their update and save (`Stops`); the
-        second raises.
+        """Pass the first stop signal on to all processes, which may finish their update and save (`Stops`); the second
+        one raises.
         """
         is_first, self.stop_signal = self.stop_signal is None, number
         if not (is_first and self._may_land):
@@ -111,11 +112,10 @@ class Workers:
             worker.process.terminate()
 
     def raise_stop(self) -> None:
-        """Raise the stop signal that has come, if one has.
+        """Raise the received stop signal, if there is one.
 
         Raises:
-            KeyboardInterrupt: It was Ctrl-C.
-            SystemExit: It was another.
+            KeyboardInterrupt: It was Ctrl-C. SystemExit: It was another signal.
         """
         if self.stop_signal == signal.SIGINT:
             raise KeyboardInterrupt
@@ -123,7 +123,7 @@ class Workers:
             raise SystemExit(128 + self.stop_signal)
 
     def stop(self) -> None:
-        """Ask all processes to end, and wait while they hold back the stop, for `SAVING_SECONDS` at most."""
+        """Ask all processes to end, and wait for processes that delay the stop, for at most `SAVING_SECONDS`."""
         for worker in self._workers:
             worker.process.terminate()
         deadline = time.monotonic() + SAVING_SECONDS
@@ -144,9 +144,9 @@ def supervised(*preload: str, lands: bool = False) -> Iterator[Workers]:
     """Yield `Workers`, and end all of them with the block.
 
     Args:
-        preload: Of `Workers`.
-        lands: Pass the first stop signal on, so that the processes may finish their update and save, and raise it
-            when the block has ended; the second ends all at once.
+        preload: As in `Workers`.
+        lands: Whether to pass the first stop signal on, so that the processes may finish their update and save, and to
+            raise it after the block; the second signal ends all at once.
     """
     workers = Workers(*preload)
     with _stopped_by_signals(workers if lands else None):
@@ -166,7 +166,7 @@ def supervised(*preload: str, lands: bool = False) -> Iterator[Workers]:
 
 
 def _context(preload: Sequence[str]) -> ForkServerContext:
-    """Return how processes are started: forked from a server that has imported what they need."""
+    """Return the method of starting processes: it forks them from a server that has imported their modules."""
     context = multiprocessing.get_context("forkserver")
     # The server ends with its thread.
     first = FIRST if threading.current_thread() is threading.main_thread() else ()
@@ -177,8 +177,8 @@ def _context(preload: Sequence[str]) -> ForkServerContext:
 def _start_server() -> None:
     """Start the server, unless it runs.
 
-    Ctrl-C reaches all processes of a terminal. The server and what it forks are born with it blocked, because each
-    of them would otherwise answer with a traceback until it has come so far as to ignore it.
+    Ctrl-C reaches all processes of a terminal. The server and its forks start with it blocked: otherwise each would
+    print a traceback until it has set its own handler.
     """
     resource_tracker.ensure_running()  # the server would start it, and lift the block
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -189,7 +189,6 @@ def _start_server() -> None:
 
 
 def _run(body: Callable[..., None], pipe: Connection, args: tuple[Any, ...]) -> None:
-    """Run one process."""
     # The process that started us decides; see `_start_server`.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
@@ -199,8 +198,8 @@ def _run(body: Callable[..., None], pipe: Connection, args: tuple[Any, ...]) -> 
 
 
 class Stops:
-    """Whether a stop signal has come to this process, which continues: a loop that asks now and then can finish its
-    update and save.
+    """Whether a stop signal has come to this process. The process continues: its loop checks from time to time, and can
+    finish its update and save.
     """
 
     def __init__(self) -> None:
@@ -213,7 +212,7 @@ class Stops:
 
 
 def _unhandled() -> list[signal.Signals]:
-    """Return the stop signals that a thread may handle: none but in the main thread, and none that the program handles.
+    """Return the stop signals that this thread may handle: none outside the main thread, none that the program handles.
 
     nohup handles SIGHUP by ignoring it.
     """
@@ -222,7 +221,7 @@ def _unhandled() -> list[signal.Signals]:
 
 
 def exit_by(number: int, frame: FrameType | None) -> None:
-    """Handle a stop signal in a command: unfinished work is undone, and the exit code says which signal came.
+    """Handle a stop signal in a command: unfinished work is undone, and the exit code names the signal.
 
     Raises:
         SystemExit: Always.
@@ -232,7 +231,7 @@ def exit_by(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def stops_exit() -> Iterator[None]:
-    """Let stop signals raise SystemExit in the block, which is a command."""
+    """Let stop signals raise SystemExit during the block, which runs a command."""
     before = _unhandled()
     for number in before:
         signal.signal(number, exit_by)
@@ -245,7 +244,7 @@ def stops_exit() -> Iterator[None]:
 
 @contextmanager
 def _stopped_by_signals(landing: Workers | None) -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise SystemExit in the block, or have them and Ctrl-C passed on to `landing` first."""
+    """Let SIGTERM and SIGHUP raise SystemExit during the block, or first pass them and Ctrl-C to `landing`."""
     before: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in _unhandled()}
     if landing is not None and signal.getsignal(signal.SIGINT) is signal.default_int_handler and before:
         before[signal.SIGINT] = signal.default_int_handler
@@ -271,7 +270,7 @@ def _stopped_by_signals(landing: Workers | None) -> Iterator[None]:
 
 
 def _end_fork_server() -> None:
-    """Kill the server at once: it would first end its imports, which take seconds, and then notice that we are gone."""
+    """Kill the server at once: otherwise it would complete its imports, which take seconds, and then notice the end."""
     server = getattr(forkserver._forkserver, "_forkserver_pid", None)  # it has no public way to end
     if server is not None:
         os.kill(server, signal.SIGKILL)

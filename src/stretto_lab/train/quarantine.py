@@ -1,4 +1,4 @@
-"""Records in a run's folder of workers that were excluded because of damage: a line of `quarantine.jsonl` each time."""
+"""Records of excluded workers: a line of `quarantine.jsonl` in the run's folder for each exclusion."""
 
 import platform
 from collections.abc import Collection, Sequence
@@ -21,16 +21,16 @@ def note_damage(
     goes_on_with: int | None,
     begins_at: str | None,
 ) -> None:
-    """Add a line to the folder of a run.
+    """Add a line to the file.
 
     Args:
-        folder: Of the run.
-        cause: In words.
-        damages: What workers have raised, one at least.
-        world_size: How many workers there were.
-        left_out: Ranks without which the others continue.
-        goes_on_with: The number of ranks that continue; None if none does.
-        begins_at: The name of the checkpoint from which they do, or `memory`; None is the beginning.
+        folder: The run's folder.
+        cause: The cause in words.
+        damages: The errors that workers have raised, at least one.
+        world_size: Number of workers before.
+        left_out: The excluded ranks.
+        goes_on_with: Number of ranks that continue; None if none does.
+        begins_at: The name of the checkpoint from which they continue, or `memory`; None is the beginning.
     """
     found = dict.fromkeys(incident for damage in damages for incident in damage.incidents)
     append_json_line(

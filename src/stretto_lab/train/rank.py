@@ -1,4 +1,4 @@
-"""One rank's whole run, from top to bottom: join the others, build the task, begin or continue, train, look."""
+"""One rank's whole run, from top to bottom: join the other ranks, build the task, start or resume, train, evaluate."""
 
 import dataclasses
 import itertools
@@ -59,31 +59,31 @@ from stretto_lab.train.workers import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RankContext:
-    """Where a rank trains, once it has joined the others."""
+    """The surroundings of a rank that has joined the others."""
 
     rank: int
-    """From 0."""
+    """This rank, from 0."""
     world_size: int
-    """How many ranks there are."""
+    """Number of ranks."""
     device: torch.device
-    """Where its model lives."""
+    """Device of its model."""
     group: dist.ProcessGroup | None = None
-    """The group of all ranks; None is torch's default group."""
+    """The group of all ranks; None is PyTorch's default group."""
     now: Callable[[], float] = time.perf_counter
     """The clock of the training time, in seconds."""
     wait: Wait = time.sleep
-    """Lets as many seconds of that clock pass."""
+    """Waits for a number of seconds of that clock."""
     term: Term | None = None
-    """Of a job that survives the loss of ranks."""
+    """The membership, if the job survives lost ranks."""
     total: int | None = None
-    """Micro-batches of all ranks together in an update of such a job, so that the batch stays unchanged; None under a
+    """Micro-batches of all ranks together in an update of such a job, which keeps the batch constant; None under a
     clock."""
     losses: dict[int, float] | None = None
-    """Held-out losses by update, where ranks share a process: all would compute the same of the same parameters."""
+    """Held-out losses by update, if ranks share a process: all would compute the same loss from the same parameters."""
 
     @property
     def whole(self) -> Any:
-        """The group of all ranks. Call its methods: the functions of torch.distributed know no virtual one."""
+        """The group of all ranks. Call its methods: torch.distributed's functions do not accept a virtual group."""
         return self.group or dist.group.WORLD
 
 
@@ -97,11 +97,11 @@ def train_rank(
     """Train on this rank; every rank of the job calls this with equal settings.
 
     Args:
-        info: Which rank this is.
-        run: What to train.
-        warmup_updates: First updates that the outcome's rate skips.
-        shows_progress: Whether rank 0 shows the run as it goes.
-        is_passing: Whether it is one of many; see `Header`.
+        info: This rank.
+        run: The run.
+        warmup_updates: Number of first updates that the outcome's rate skips.
+        shows_progress: Whether rank 0 shows the progress.
+        is_passing: Whether it is one of many runs; see `Header`.
 
     Raises:
         StrettoError: A setting, the training or a rank failed.
@@ -119,7 +119,9 @@ def train_rank(
 def surviving_rank(
     info: RankInfo, run: RunConfig[TaskT], warmup_updates: int, shows_progress: bool
 ) -> Outcome | Left | None:
-    """As `train_rank`, on workers of which some may be lost or come; None where it came when the others were done."""
+    """Train as `train_rank` does, with workers that may be lost or join; return None if the worker joined after the
+    end.
+    """
     torch.set_num_threads(1)
     device = choose_device(run.device, info)
     wire = Wire(Link.parse(run.link))
@@ -165,7 +167,7 @@ def surviving_rank(
 def _progress(
     context: RankContext, run: RunConfig[TaskT], is_shown: bool, is_passing: bool = False
 ) -> Iterator[Progress | None]:
-    """Yield what shows the run on rank 0, and None on others or where nothing does."""
+    """Yield the display of the run on rank 0, and None on other ranks or if nothing is shown."""
     if context.rank or not is_shown:
         yield None
         return
@@ -175,7 +177,7 @@ def _progress(
 
 
 def header_of(run: RunConfig[TaskT], *, is_virtual: bool = False, is_passing: bool = False) -> Header:
-    """Return what does not change during a run."""
+    """Return the facts about a run that do not change while it trains."""
     return Header(
         updates=run.planned_updates,
         seconds=run.planned_seconds,
@@ -194,9 +196,9 @@ def train_at(
     progress: Progress | None = None,
     task: Task | None = None,
 ) -> Outcome:
-    """Train on a rank that has joined the others, and show it as `progress`; the rest is as for `train_rank`.
+    """Train on a rank that has joined the others, and show `progress`; other arguments are as for `train_rank`.
 
-    A process that has built its task before it joined gives that.
+    A process that built its task before it joined passes the task.
     """
     if progress is not None:
         follows = "" if task is not None else ": reading data, building the model"
@@ -256,18 +258,18 @@ def _built(run: RunConfig[TaskT], rank: int, world_size: int, total: int | None)
 
 
 def _placed_anew(task: Task, run: RunConfig[TaskT], term: Term, total: int | None) -> Task:
-    """Return a task that was built for any rank as the task of a member of a term."""
+    """Return the task as the task of a member of a term; it was built for any rank."""
     if isinstance(task.loader, MicroBatches):
         return dataclasses.replace(task, loader=task.loader.at(term.rank, term.world_size))
     return _built(run, term.rank, term.world_size, total)  # only it knows how to deal its data out
 
 
 def _begin_together(context: RankContext) -> None:
-    """Wait until all ranks are here: no clock starts before.
+    """Wait until all ranks have arrived, before any clock starts.
 
-    A broadcast lets its root go as soon as the buffers of its sockets have taken the last megabyte. On a slow link the
-    others arrive seconds later. Without this, the first exchange would wait for them within the training time: of one
-    strategy in the first update, which rates skip, and of another later.
+    The root of a broadcast returns as soon as its sockets have buffered the last megabyte. On a slow link the other
+    ranks arrive seconds later. Without this wait, the first exchange would wait for them during the training time: one
+    strategy in its first update, which rates skip, and another strategy later.
     """
     here = torch.ones((), device=context.device)
     context.whole.allreduce([here]).wait()
@@ -275,10 +277,10 @@ def _begin_together(context: RankContext) -> None:
 
 
 class Stopwatch:
-    """Measures training time: it runs from the start, but not in blocks in which it is held.
+    """Measures training time: it runs from the start, except in blocks that pause it.
 
     Args:
-        before: Seconds of training before the checkpoint that the run continues from.
+        before: Seconds of training before the checkpoint from which the run resumed.
         now: The clock, in seconds; a virtual cluster has its own.
     """
 
@@ -298,12 +300,12 @@ class Stopwatch:
 
     @property
     def cpu_seconds(self) -> float:
-        """Processor time of all threads of the process, in this part of the run."""
+        """Processor time of all threads of the process, during this process's training time."""
         return self._read("processor")
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Do not count the time of the block; blocks do not nest."""
+        """Pause the stopwatch during the block; blocks do not nest."""
         self._held_at = {name: clock() for name, clock in self._clocks.items()}
         try:
             yield
@@ -316,15 +318,15 @@ class Stopwatch:
 _SUMMED = (
     "samples", "fresh_samples", "sent_bytes", "exposed_seconds", "lane_seconds", "wait_seconds", "fresh", "echoed",
 )  # fmt: skip
-"""Fields of an update whose sums over the updates made here are part of the outcome."""
+"""Fields of an update that the outcome sums over this process's updates."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class Loop:
     """The training loop of one rank, the same for every strategy and every stock method.
 
-    Evaluations, observers and checkpoints do not change a run: they happen right after an update, while the stopwatch
-    is held, and random states are put back. A run is the same to the bit with and without them.
+    Evaluations, observers and checkpoints do not change a run: they come right after an update, the stopwatch is
+    paused, and random states are restored. A run is bit-identical with and without them.
     """
 
     run: RunConfig[Any]
@@ -333,10 +335,10 @@ class Loop:
     handle: Handle
     budget: Budget | None
     observers: Sequence[Observer]
-    """Rank 0 passes every update, evaluation and incident to them; other ranks have none."""
+    """Observers of every update, evaluation and incident; only rank 0 has any."""
     stopwatch: Stopwatch
     stops: Stops | None
-    """Where a stop signal lets the run save and end; None on all ranks or on none."""
+    """The received stop signals, if these let the run save and end; None on all ranks or on none."""
     start: TrainState
 
     def __post_init__(self) -> None:
@@ -345,7 +347,7 @@ class Loop:
         self.arrivals: list[tuple[float, int]] = []
 
     def train(self, warmup_updates: int, baseline_bytes: int) -> Outcome:
-        """Train from the first evaluation to the last, or to a stop signal; commit the rest, save, and look."""
+        """Train from the first evaluation to the last update or a stop signal; then finish, save and evaluate."""
         if not self.evaluations:
             self._evaluate()
         last = None if self.budget is None else self.budget.last_update(self.handle.steps)
@@ -394,7 +396,7 @@ class Loop:
         )
 
     def _committed(self, update: Update) -> None:
-        """Do everything that happens between an update and the next micro-batch."""
+        """Do all work between an update and the next micro-batch."""
         self.arrivals.append((self.stopwatch.seconds, update.samples))
         self._count(update)
         if _is_due(update.step, self.run.evaluate_every):
@@ -429,7 +431,7 @@ class Loop:
         )
 
     def _evaluate(self) -> None:
-        """Measure the held-out loss of the committed parameters, once per update; all ranks must call."""
+        """Measure the held-out loss of the committed parameters, once per update; all ranks must call it."""
         step, losses = self.handle.steps, self.context.losses
         if self.evaluations and self.evaluations[-1].step == step:
             return
@@ -444,7 +446,7 @@ class Loop:
                 observer.evaluated(step, loss, seconds)
 
     def _save(self) -> None:
-        """Write a checkpoint; all ranks must call, right after an update or at the end."""
+        """Write a checkpoint; all ranks must call it, right after an update or at the end."""
         with self.stopwatch.held():
             checkpoint.save(
                 savable(self.handle),
@@ -463,7 +465,7 @@ class Loop:
         )
 
     def _any_is_stopped(self, stops: Stops) -> bool:
-        """Return whether a stop signal has come to any rank; all ranks must call."""
+        """Return whether any rank has received a stop signal; all ranks must call it."""
         told = torch.tensor([float(stops.has_come)], device=self.context.device)
         self.context.whole.allreduce([told]).wait()
         return bool(told.item() > 0)
@@ -491,7 +493,7 @@ def _is_due(step: int, every: int | None) -> bool:
 
 
 def title_of(run: RunConfig[TaskT], world_size: int, device: str, *, is_whole: bool = False) -> str:
-    """Return recipe, strategy and workers in one line; `is_whole` with every option of the strategy."""
+    """Return recipe, strategy and workers in one line; with `is_whole`, every option of the strategy."""
     workers = "1 worker" if world_size == 1 else f"{world_size} workers"
     arm = parse_arm(run.strategy)
     if run.shard > 1:
@@ -522,7 +524,7 @@ def _observers(
     progress: Progress | None,
     injector: Injector,
 ) -> Iterator[Sequence[Observer]]:
-    """Yield the observers of the run on this rank: except for strikes, only rank 0 has any."""
+    """Yield the observers of this rank; only rank 0 has any, except for the recorder of injected faults."""
     observers: list[Observer] = []
     with ExitStack() as opened:  # one whose file is damaged must not leave the others open
 
@@ -543,7 +545,7 @@ def _observers(
 
 
 def _seed(seed: int, rank: int) -> None:
-    """Seed the random numbers of dropout and augmentation, for every rank differently."""
+    """Seed the random numbers of dropout and augmentation, differently on every rank."""
     torch_seed, numpy_seed, python_seed = np.random.SeedSequence([seed, rank]).generate_state(3)
     torch.manual_seed(int(torch_seed))
     np.random.seed(int(numpy_seed))
@@ -551,5 +553,5 @@ def _seed(seed: int, rank: int) -> None:
 
 
 def _known(value: float) -> float | None:
-    """Return None for NaN and infinity: the method could not measure it."""
+    """Return None for NaN and infinity, which mean that the method could not measure the value."""
     return value if math.isfinite(value) else None

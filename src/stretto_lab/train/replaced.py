@@ -1,4 +1,4 @@
-"""Local workers that are replaced: one dies, the others continue, and a new process replaces it."""
+"""Local workers that are replaced: if one dies, the others continue, and a new process replaces it."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ Damaged = Callable[[int, CorruptionError, int], None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Left:
-    """The result of a function on a worker without which the others continue."""
+    """The result of an excluded worker."""
 
     why: str
 
@@ -30,22 +30,22 @@ def run_replaced(
     damaged: Damaged,
     *args: Any,
 ) -> list[T]:
-    """Call `function(info, *args)` in one process per info, and again in a new process for each that dies.
+    """Call `function(info, *args)` in one process per info, and in a new process for each that dies.
 
     Args:
-        function: Importable, like its arguments and result picklable. The ranks in it have to survive a loss.
+        function: Importable, as are its arguments; the result is picklable. Its ranks must survive a loss.
         infos: All ranks, on this machine.
-        restarts: How many processes are started in the places of others.
+        restarts: Most replacements.
         log: Called with one line of text at every death.
         damaged: Called when a worker is excluded because of damage.
         args: The same for every rank.
 
     Returns:
-        The results of the workers that have lived to the end, in the order in which they were started.
+        The results of the workers that reached the end, in the order of their start.
 
     Raises:
-        WorkerFailed: One has raised an error, and it was not that guards have named it alone; or none remains. All
-            other processes have ended too.
+        WorkerFailed: A worker has raised an error other than damage that guards attribute to it alone; or no worker
+            remains. All other processes have ended too.
     """
     running: dict[int, tuple[RankInfo, Worker]] = {}
     results: dict[int, T] = {}

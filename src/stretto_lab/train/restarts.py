@@ -1,4 +1,4 @@
-"""Restarts: a run that damage has ended continues from its last checkpoint, without the ranks that caused it.
+"""Restarts: a run that ended because of damage continues from its last checkpoint, without the ranks that caused it.
 
 A checkpoint of a guarded run is free of damage that guards can see: they check the saved values, and a checkpoint is
 compared with its checksums when it is read.
@@ -21,11 +21,11 @@ from stretto_lab.train.state import checkpoints_of
 
 
 def train_on(ranks: Ranks, run: RunConfig[TaskT], log: Callable[[str], None]) -> Outcome:
-    """Train `run`, and after damage continue from its last checkpoint, `run.restarts` times at most.
+    """Train `run`, and after damage resume from its last checkpoint, at most `run.restarts` times.
 
     Args:
         ranks: All ranks of the first attempt.
-        run: What to train; its folder exists.
+        run: The run; its folder exists.
         log: Called with one line of text at every restart.
 
     Raises:
@@ -57,7 +57,7 @@ def train_on(ranks: Ranks, run: RunConfig[TaskT], log: Callable[[str], None]) ->
 
 
 def _without(left_out: Collection[int], run: RunConfig[TaskT], remaining: Ranks) -> RunConfig[TaskT] | None:
-    """Return the run of the remaining ranks; None where its settings need those that have left."""
+    """Return the run of the remaining ranks; None if its settings need the excluded ranks."""
     before = remaining.world_size + len(left_out)
     going_on = dataclasses.replace(
         run,
@@ -81,12 +81,12 @@ def _without(left_out: Collection[int], run: RunConfig[TaskT], remaining: Ranks)
 
 
 def ranks_per_node(before: int | None, world_size: int, left_out: Collection[int]) -> int | None:
-    """Return how many ranks each node has once some have left; None where nodes are no longer equally large.
+    """Return the number of ranks per node without some ranks; None if nodes would differ in size.
 
     Args:
         before: Ranks of each node.
-        world_size: Ranks before they left.
-        left_out: Ranks that have left.
+        world_size: Number of ranks before.
+        left_out: Excluded ranks.
     """
     nodes = [] if before is None else [range(rank, rank + before) for rank in range(0, world_size, before)]
     are_whole = all(len(set(node) & set(left_out)) in (0, len(node)) for node in nodes)

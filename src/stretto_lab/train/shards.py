@@ -1,4 +1,4 @@
-"""A task whose model is cut inside nodes: FSDP2 shards it, and the strategy trains across nodes (docs/sharded.md)."""
+"""Sharding inside nodes: FSDP2 shards the model, and the strategy trains across nodes (docs/sharded.md)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,19 +18,19 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def placed(task: Task, job: Job[TaskT], device: torch.device, term: Term | None = None) -> Any:
-    """Bring the model of a task to its device, cut inside nodes if the job says so.
+    """Move the model of a task to its device, and shard it inside nodes if the job says so.
 
-    Units that FSDP2 gathers are the members of the outermost `nn.ModuleList`s, which are the layers of a transformer,
-    and the rest of the model. All ranks of the default group, or of the term, must call.
+    FSDP2 gathers one unit at a time: each member of the outermost `nn.ModuleList`s (the layers of a transformer), and
+    the rest of the model. All ranks of the default group, or of the term, must call it.
 
     Args:
-        task: Not yet trained; its optimizer gets the shards instead of the parameters.
-        job: Says how many ranks hold one model.
-        device: Of this rank.
-        term: Of a job that survives the loss of ranks.
+        task: A task that has not trained; its optimizer gets the shards instead of the parameters.
+        job: It gives the number of ranks that hold one model.
+        device: The device of this rank.
+        term: The membership, if the job survives lost ranks.
 
     Returns:
-        A mesh with the dimensions `node` and `shard`, or None where every rank holds a whole model.
+        A mesh with the dimensions `node` and `shard`, or None if every rank holds a whole model.
 
     Raises:
         ConfigError: The model has batch normalisation, whose statistics are not averaged inside a node.
@@ -59,7 +59,7 @@ def placed(task: Task, job: Job[TaskT], device: torch.device, term: Term | None 
 
 
 def cut(task: Task, mesh: Any, device: torch.device) -> None:
-    """Let FSDP2 cut the model of a task over `mesh`, on `device`, and give its optimizer the shards; see `placed`."""
+    """Let FSDP2 shard the model of a task over `mesh`, on `device`, and give its optimizer the shards; see `placed`."""
     from torch.distributed.fsdp import fully_shard
 
     names = {parameter: name for name, parameter in task.model.named_parameters()}
@@ -83,13 +83,13 @@ def _running_statistics(model: nn.Module) -> Iterator[str]:
 
 
 def whole_state(model: nn.Module, *, keeps: bool) -> dict[str, Tensor]:
-    """Return `model.state_dict()` with whole tensors, which for a sharded model are gathered one after the other.
+    """Return `model.state_dict()` with whole tensors; a sharded model gathers them one after the other.
 
-    All ranks of a node must call where the model is sharded. One that keeps them has them in the processor's memory.
+    If the model is sharded, all ranks of a node must call it. Ranks that keep the tensors get them in CPU memory.
 
     Args:
-        model: With committed parameters.
-        keeps: Whether this rank returns them; others return nothing.
+        model: The model, with committed parameters.
+        keeps: Whether this rank returns the tensors; other ranks return an empty dictionary.
     """
     state = model.state_dict()
     registered = dict(model.named_parameters(remove_duplicate=False))

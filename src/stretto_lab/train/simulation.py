@@ -24,46 +24,47 @@ from stretto_lab.train.workers import device_of
 from stretto_lab.virtual import Compute, Results, VirtualCluster, VirtualGroup, parse_network
 
 TRACE = "trace.jsonl"
-"""The trace of every rank; the other files are as of any run."""
+"""File of the trace of every rank; the other files are the same as in any run."""
 DEFAULT_UPDATES = 20
-"""Default length of a run; a virtual run takes more real than virtual time."""
+"""Default length of a run, since a virtual run takes more real than virtual time."""
 _NANOSECONDS_PER_MILLISECOND = 1e6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SimulateConfig(Training[TaskT]):
-    """The recipe and its virtual cluster."""
+    """The recipe and the virtual cluster that trains it."""
 
     strategy: str = "zero1"
     """ddp, zero1, dpu, wp, acco, average, local, diloco, paft-sync or paft-dyn; settings after colons as for `stretto
     train`."""
     ranks: int = 64
-    """Ranks, all in this process; memory and real time grow with them."""
+    """Number of ranks, all in this process; memory and real time grow with it."""
     network: str = "office"
-    """free, datacenter, ethernet, office, internet, or a link of every rank's own such as 100mbit,2ms."""
+    """free, datacenter, ethernet, office, internet, or a link for every rank, such as 100mbit,2ms."""
     nodes: int | None = None
-    """Nodes of equally many ranks, each with one link of the network to the others; links inside are free. None gives
-    every rank a link."""
+    """Number of nodes of equal size, each with one link of the network to the others; links inside nodes are free. None
+    gives every rank a link."""
     micro_batch_ms: float = 100.0
-    """Virtual milliseconds that one micro-batch costs."""
+    """Virtual milliseconds of one micro-batch."""
     step_ms: float = 0.0
-    """Virtual milliseconds that one optimizer step, or preview, costs."""
+    """Virtual milliseconds of one optimizer step or preview."""
     slow: dict[int, float] = dataclasses.field(default_factory=dict)
     """Ranks whose work takes longer, as 3=2.5,7=1.2."""
     jitter: float = 0.0
-    """Share by which work costs more or less; drawn from the seed."""
+    """Share by which the time of work varies, up and down; drawn from the seed."""
     seed: int = 0
-    """Decides initial parameters and all draws; and the order of ranks that are ready at the same instant. Not
+    """Seed of the initial parameters, all draws, and the order of ranks that are ready at the same instant. Not
     negative."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
-    """Where the models of all ranks live; auto takes a CUDA device where there is one. Times are virtual on all."""
+    """Device of all models; auto uses a CUDA device if there is one. Times are virtual on each device."""
     updates: int | None = None
     """Committed updates after which the run ends; 20 if nothing else ends it."""
     slow_loader: str = "none"
-    """MS[,jitter=CV]: virtual milliseconds that a rank waits for each micro-batch, read ahead in the background."""
+    """MS[,jitter=CV]: virtual milliseconds that a rank waits for each micro-batch, which the loader reads ahead in the
+    background."""
     faults: tuple[Fault, ...] = ()
-    """Damage done on purpose, to rehearse: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3, or
-    with rank=all; see the page guards."""
+    """Faults to inject as a rehearsal: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3, or with
+    rank=all; see the page guards."""
     evaluate_every: int | None = None
     """Updates between evaluations of the held-out loss, besides the evaluations before and after the run."""
     run_dir: str | None = None
@@ -94,11 +95,11 @@ class SimulateConfig(Training[TaskT]):
 
     @property
     def planned_updates(self) -> int | None:
-        """Committed updates after which the run ends, or None where samples end it."""
+        """Committed updates after which the run ends; None if samples end it."""
         return DEFAULT_UPDATES if self.updates is None and self.samples is None else self.updates
 
     def as_run(self) -> RunConfig[TaskT]:
-        """Return the same as a run of real workers, which is what the training loop takes."""
+        """Return the configuration of an equal run on real workers, as the training loop takes it."""
         run = RunConfig(
             **{**part_of(self, Training), "updates": self.planned_updates},
             strategy=self.strategy,
@@ -112,7 +113,7 @@ class SimulateConfig(Training[TaskT]):
         return run.run_of(parse_arm(self.strategy))
 
     def cluster(self) -> VirtualCluster:
-        """Return the cluster that the run takes place on."""
+        """Return the virtual cluster of the run."""
         compute = Compute(
             micro_batch_ns=round(self.micro_batch_ms * _NANOSECONDS_PER_MILLISECOND),
             step_ns=round(self.step_ms * _NANOSECONDS_PER_MILLISECOND),
@@ -130,7 +131,7 @@ def simulate(simulation: SimulateConfig[TaskT], *, shows_progress: bool = False)
     virtual.
 
     Raises:
-        ConfigError: Settings contradict each other, or the folder holds a run already.
+        ConfigError: Settings contradict each other, or the folder already contains a run.
         StrettoError: A rank failed.
     """
     run, cluster = simulation.as_run(), simulation.cluster()

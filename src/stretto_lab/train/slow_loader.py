@@ -1,4 +1,4 @@
-"""A loader that takes time, to see what a slow store or a slow decoder would do to a run.
+"""A loader that takes time, to show the effect of a slow store or a slow decoder on a run.
 
 30              wait until the micro-batch has taken 30 ms, as for a store that answers slowly
 30,decode       decompress data for 30 ms of processor time
@@ -21,17 +21,17 @@ from stretto_lab.recipes import ResumableLoader
 Batch = TypeVar("Batch")
 
 _PACKED = zlib.compress(bytes(1 << 18))
-"""Unpacking it takes a fraction of a millisecond, without holding Python's lock: as decoders do."""
+"""Data to decompress: it takes a fraction of a millisecond without Python's lock, as decoders do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlowStore:
-    """How long loading a micro-batch takes, and what it waits for."""
+    """The duration of loading a micro-batch, and whether it computes or waits."""
 
     milliseconds: float
     """Mean duration of a micro-batch's loading."""
     decodes: bool = False
-    """Whether loading keeps a core busy; otherwise it waits."""
+    """Whether loading keeps a core busy; otherwise it only waits."""
     jitter: float = 0.0
     """Coefficient of variation of the duration."""
 
@@ -45,7 +45,7 @@ class SlowStore:
         """Read "MS[,decode][,jitter=CV]", or "none".
 
         Raises:
-            ConfigError: Anything else.
+            ConfigError: The text has another form.
         """
         if text == "none":
             return None
@@ -62,7 +62,7 @@ class SlowStore:
             ) from error
 
     def durations(self, seed: int) -> Iterator[float]:
-        """Yield the seconds of one micro-batch after the other."""
+        """Yield the seconds of each micro-batch."""
         generator = np.random.default_rng(seed)
         mean = self.milliseconds / 1000
         while True:
@@ -72,12 +72,12 @@ class SlowStore:
 
 
 class SlowLoader(Generic[Batch]):
-    """Returns the micro-batches of `loader`, each no sooner than `store` says.
+    """Returns the micro-batches of `loader`, each after the time that `store` gives.
 
     Args:
         loader: The loader to slow down; its state is this loader's state.
-        store: How long each micro-batch takes.
-        seed: Of the jitter.
+        store: The duration of each micro-batch.
+        seed: Seed of the jitter.
     """
 
     def __init__(self, loader: ResumableLoader[Batch], store: SlowStore, seed: int) -> None:
@@ -101,11 +101,9 @@ class SlowLoader(Generic[Batch]):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the wrapped loader."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of the wrapped loader."""
         self._loader.load_state_dict(state)
 
 

@@ -1,8 +1,8 @@
-"""A rank that is slow on purpose: to see what a slower machine among the others would do to a run.
+"""A deliberately slow rank, to show the effect of a slower machine on a run.
 
-After each micro-batch the rank waits, for its factor less one times what the micro-batch has taken. It computes
-nothing meanwhile, and leaves its core to others. Only micro-batches are slow, not optimizer steps or packing; and
-gradients that leave during the backward pass have left before the wait.
+After each micro-batch the rank waits for (factor - 1) times the duration of the micro-batch, and leaves its core to
+others meanwhile. Only micro-batches are slow, not optimizer steps or packing; gradients that are sent during the
+backward pass are sent before the wait.
 """
 
 import time
@@ -23,9 +23,9 @@ class SlowRank(Listener):
 
     Args:
         factor: How many times as long a micro-batch takes, at least 1.
-        device: Where it is computed.
+        device: Device of the computation.
         now: The clock, in seconds.
-        wait: Lets as many seconds of that clock pass.
+        wait: Waits for a number of seconds of that clock.
     """
 
     def __init__(self, factor: float, device: torch.device, now: Callable[[], float], wait: Wait) -> None:
@@ -51,17 +51,17 @@ def slow_down(
     now: Callable[[], float] = time.perf_counter,
     wait: Wait = time.sleep,
 ) -> None:
-    """Make a rank slow from now on, if it is one of the slow ranks.
+    """Slow this rank down from now on, if it is one of the slow ranks.
 
     Args:
-        handle: Of this rank.
+        handle: The handle of this rank.
         slow: Factors by rank.
-        device: Where the rank computes.
+        device: Device of the computation.
         now: The clock, in seconds.
-        wait: Lets as many seconds of that clock pass.
+        wait: Waits for a number of seconds of that clock.
 
     Raises:
-        ConfigError: The job is a stock method's, which does not report its micro-batches.
+        ConfigError: The handle is a stock method, which does not report its micro-batches.
     """
     if not slow:
         return

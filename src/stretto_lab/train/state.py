@@ -24,7 +24,7 @@ from stretto_lab.train.slow_loader import SlowLoader, SlowStore
 from stretto_lab.virtual import VirtualGroup, VirtualStore
 
 KEPT = 3
-"""Checkpoints of a run that stay, the latest ones."""
+"""Number of kept checkpoints of a run, the latest ones."""
 
 
 def loader_of(
@@ -34,17 +34,17 @@ def loader_of(
     group: dist.ProcessGroup | None = None,
     budget: Budget | None = None,
 ) -> ResumableLoader[Batch]:
-    """Return the task's loader, slowed down and echoed where the run says so.
+    """Return the task's loader, slowed down and echoed as the run says.
 
-    A slow loader is read ahead in the background even without an echo, as a loader with workers would: an echo has to
-    gain something over a loop that overlaps already.
+    A slow loader is read ahead in the background even without an echo, as a loader with workers is: an echo must gain
+    something over a loop that already overlaps.
 
     Args:
-        run: What to train.
-        loader: The task's.
+        run: The run.
+        loader: The task's loader.
         rank: This rank.
-        group: The group of all ranks; on a virtual one a slow loader takes virtual time.
-        budget: Along which an echo changes whose schedule names no steps.
+        group: The group of all ranks; on a virtual group a slow loader takes virtual time.
+        budget: The length for an echo's schedule that names no steps.
     """
     if run.echo == "none" and run.slow_loader == "none":
         return loader
@@ -90,23 +90,23 @@ def _plan(run: RunConfig[TaskT], budget: Budget | None) -> Plan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TrainState:
-    """How far a run has come: the beginning, or what a checkpoint says."""
+    """The progress of a run: its beginning, or the state in a checkpoint."""
 
     step: int | None = None
-    """Committed updates of the checkpoint; None for a new run."""
+    """Number of committed updates in the checkpoint; None for a new run."""
     training_seconds: float = 0.0
     """Training time so far."""
     samples: int | None = None
-    """Fresh samples so far, where the run has a budget of them."""
+    """Samples at first use so far, if the run has a budget of samples."""
     evaluations: tuple[Evaluation, ...] = ()
-    """All evaluations, with the one before the first update."""
+    """All evaluations, including the one before the first update."""
     incidents: tuple[Incident, ...] = ()
-    """One for every damaged checkpoint that this process did not use; not saved."""
+    """An incident for every damaged checkpoint that this process did not use; not saved."""
     notes: tuple[str, ...] = ()
-    """What could not be continued exactly; not saved."""
+    """Notes on what could not be restored exactly; not saved."""
 
     def extra(self) -> dict[str, Any]:
-        """Return its saved state besides model, optimizer and loader."""
+        """Return the saved state in addition to model, optimizer and loader."""
         extra = dataclasses.asdict(self)
         del extra["incidents"], extra["notes"]
         return extra
@@ -115,17 +115,17 @@ class TrainState:
     def restore(
         cls, run: RunConfig[TaskT], task: Task, parallel: Handle, memory: Term | None, total: int | None
     ) -> Self:
-        """Load what ranks have in memory, or the last sound checkpoint, if there is one; all ranks must call.
+        """Load the state in the ranks' memory, or the last good checkpoint, if there is one; all ranks must call it.
 
         Args:
-            run: The configuration.
-            task: Its model and loader.
-            parallel: Its job.
-            memory: Of a job that survives the loss of ranks.
+            run: The run's configuration.
+            task: The task; its model and loader are loaded.
+            parallel: The task's job.
+            memory: The state in memory, if the job survives lost ranks.
             total: Micro-batches of all ranks together in an update, if ranks may have unequally many.
 
         Raises:
-            TornCheckpoint: There are checkpoints, and all of them are damaged; or no state in memory is whole.
+            TornCheckpoint: There are checkpoints, and all are damaged; or no state in memory is complete.
         """
         if memory is None:
             return cls._from_files(run, task, parallel, total)
@@ -191,7 +191,7 @@ def checkpoints_of(run: RunConfig[TaskT]) -> Path:
 
 
 def savable(parallel: Handle) -> DataParallel:
-    """Return the job, of which a checkpoint can be made; TypeError for a stock method."""
+    """Return the job as a `DataParallel`, which can be saved; raise TypeError for a stock method."""
     if not isinstance(parallel, DataParallel):
         raise TypeError(f"only DataParallel can be saved, not {type(parallel).__name__}")
     return parallel

@@ -1,4 +1,4 @@
-"""Ranks in processes: start one process per rank, join the others in a group, and name the rank that fails first."""
+"""Ranks in processes: start one process per rank, join them in a group, and name the rank that fails first."""
 
 import dataclasses
 import ipaddress
@@ -35,34 +35,34 @@ from stretto_lab.train.processes import Worker, supervised
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
-    """Which rank a process is, and at which store the ranks meet."""
+    """The number of a process's rank, and the store where the ranks meet."""
 
     rank: int
-    """From 0."""
+    """This rank, from 0."""
     world_size: int
-    """How many ranks there are."""
+    """Number of ranks."""
     local_rank: int
-    """Position among the ranks of this machine: which of its devices this rank takes."""
+    """Position among the ranks of this machine; it decides the rank's device."""
     local_world_size: int
-    """How many ranks share this machine."""
+    """Number of ranks on this machine."""
     host: str
     """Address of the store."""
     port: int
     """Port of the store."""
     store_prefix: str = ""
-    """Of all keys in the store: jobs that follow each other on one store do not read each other's."""
+    """Prefix of all keys in the store, so that successive jobs on one store do not read each other's keys."""
     seat: int | None = None
-    """Number of the process, where one that dies is replaced; None is its rank."""
+    """Number of the process, if a dead process is replaced; None is its rank."""
 
 
 def host_store(host: str, port: int) -> TCPStore:
-    """Open the store at which ranks meet; it lives as long as the returned object. Port 0 lets the system choose.
+    """Open the store where ranks meet; it exists as long as the returned object. Port 0 lets the system choose.
 
-    A store for ranks of this machine alone listens where no other machine reaches it. Any other listens at all
-    addresses, because `host` may be a name that only the other machines know.
+    A store for the ranks of one machine listens at an address that no other machine reaches. Any other store listens at
+    all addresses, because `host` may be a name that only the other machines know.
 
-    Torch's store looks up the name of each client, and answers no client meanwhile: for seconds, if there is no
-    resolver. It takes a loopback address from the system's table of hosts, but only where it listens for IPv4 alone.
+    PyTorch's store looks up the name of each client, and answers no client meanwhile: without a resolver this takes
+    seconds. It reads a loopback address from the system's table of hosts, but only if it listens for IPv4 alone.
     """
     if not _is_loopback(host):
         # Torch connects to its own store too, and would try for five minutes where `host` does not lead back here.
@@ -73,17 +73,16 @@ def host_store(host: str, port: int) -> TCPStore:
 
 
 _BACKLOG = 1024
-"""Connections that may wait: all ranks come at once."""
+"""Number of connections that may wait, since all ranks connect at once."""
 _LOOPBACK = "127.0.0.1"
 
 
 def address_of(info: RankInfo) -> str | None:
-    """Return where the groups of a rank listen; None where Gloo chooses, because other machines take part."""
+    """Return the address where a rank's groups listen; None if Gloo chooses it, because other machines take part."""
     return _LOOPBACK if _is_loopback(info.host) else None
 
 
 def _is_loopback(host: str) -> bool:
-    """Return whether only processes of this machine reach `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
@@ -92,14 +91,14 @@ def _is_loopback(host: str) -> bool:
 
 @contextmanager
 def joined_group(info: RankInfo, link: Link, device: torch.device, timeout_seconds: float) -> Iterator[None]:
-    """Join the other ranks in torch's default process group for the length of the block.
+    """Join the other ranks in PyTorch's default process group during the block.
 
-    On a CPU the group is Gloo behind `link`; a link without limits only counts the bytes that are sent. Where the store
-    is at a loopback address, all ranks are on this machine, and Gloo listens at that address alone.
+    On a CPU the group is Gloo behind `link`; a link without limits only counts the sent bytes. If the store is at a
+    loopback address, all ranks are on this machine, and Gloo listens at that address alone.
 
     Raises:
         CommunicationError: The store or a rank does not answer in time.
-        ConfigError: The link has limits, and the devices are not processors.
+        ConfigError: The link has limits, and the devices are not CPUs.
     """
     if device.type != "cpu" and not link.is_free:
         raise ConfigError(
@@ -126,28 +125,28 @@ def joined_group(info: RankInfo, link: Link, device: torch.device, timeout_secon
 
 
 def store_of(info: RankInfo, timeout: timedelta) -> PrefixStore:
-    """Return the store at which the ranks of a job meet, with its own prefix."""
+    """Return the store where the ranks of a job meet, with the job's prefix."""
     store = TCPStore(info.host, info.port, is_master=False, timeout=timeout)
     return PrefixStore(f"stretto/{info.store_prefix}", store)
 
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
 CPU_WORKERS = 2
-"""Local workers where no device says how many: the fewest that exchange anything."""
+"""Local workers if no device decides their number: the fewest that communicate."""
 
 
 def local_workers(chosen: int | None, kind: DeviceKind) -> int:
-    """Return how many workers to start on this machine: as many as were chosen, else one per CUDA device."""
+    """Return the number of workers to start on this machine: the chosen number, or else one per CUDA device."""
     if chosen is not None:
         return chosen
     return (0 if kind == "cpu" else torch.cuda.device_count()) or CPU_WORKERS
 
 
 def device_of(kind: DeviceKind, local_rank: int, local_world_size: int) -> torch.device:
-    """Return a rank's device; auto takes CUDA where every local rank finds its own device.
+    """Return a rank's device; auto uses CUDA if every local rank has its own device.
 
     Raises:
-        ConfigError: There is no CUDA device, or fewer than local ranks: NCCL wants one for each.
+        ConfigError: There are fewer CUDA devices than local ranks, and NCCL needs one for each.
     """
     found = torch.cuda.device_count()
     if kind == "cpu" or (kind == "auto" and found < local_world_size):
@@ -161,7 +160,7 @@ def device_of(kind: DeviceKind, local_rank: int, local_world_size: int) -> torch
 
 
 def choose_device(kind: DeviceKind, info: RankInfo) -> torch.device:
-    """Return this rank's device, made current; see `device_of`."""
+    """Return this rank's device, and make it the current one; see `device_of`."""
     device = device_of(kind, info.local_rank, info.local_world_size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -169,7 +168,7 @@ def choose_device(kind: DeviceKind, info: RankInfo) -> torch.device:
 
 
 def described_device(device: torch.device, kind: DeviceKind, local_world_size: int) -> str:
-    """Return what a device is, for people; and where there are others, why it is none of them."""
+    """Return a description of the device; if the machine has CUDA devices that are not used, with the reason."""
     if device.type == "cuda":
         return f"cuda, {torch.cuda.get_device_name(device)}"
     found = torch.cuda.device_count()
@@ -181,28 +180,28 @@ def described_device(device: torch.device, kind: DeviceKind, local_world_size: i
 T = TypeVar("T")
 
 TELLING_SECONDS = 1.0
-"""How long to wait until the other ranks know of a dead rank: the store may be in this process, and end with it."""
+"""Seconds to wait until the other ranks know of a dead rank: the store may be in this process, and end with it."""
 GRACE_SECONDS = 5.0
-"""How long the other ranks may take to notice a failure and report it; then they are killed. They look for failures
-once a second, and may have to find out whom to blame, which takes two and a half (`stretto.engine.failures`)."""
+"""Seconds that the other ranks may take to notice and report a failure; then they are killed. They look for failures
+once a second, and may need two and a half seconds to find the cause (`stretto.engine.failures`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """How a rank ended that did not return."""
+    """The end of a rank that did not return."""
 
     text: str
-    """For people."""
+    """The message."""
     is_consequence: bool = False
     """Whether another rank's failure is the cause."""
     damage: CorruptionError | None = None
-    """The error, where damaged values are the cause."""
+    """The error, if damaged values are the cause."""
     silent: tuple[int, ...] = ()
-    """Ranks that have stopped answering: their report is not awaited."""
+    """Ranks that have stopped answering, so that no report from them is awaited."""
 
 
 def run_workers(function: Callable[..., T], infos: Sequence[RankInfo], *args: Any) -> list[T]:
-    """Call `function(info, *args)` in one process per info and return the results in the order of infos.
+    """Call `function(info, *args)` in one process per info, and return the results in the order of infos.
 
     Args:
         function: Importable, like its arguments and result picklable.
@@ -250,8 +249,8 @@ def _silent(failures: Mapping[int, Failure]) -> set[int]:
 
 
 def _report(worker: Worker, info: RankInfo, told: list[threading.Thread]) -> tuple[bool, Any]:
-    """Return whether a rank succeeded, with its result or failure; `told` receives the process that informs the
-    others of its end.
+    """Return whether a rank succeeded, with its result or failure; `told` receives the process that reports its end to
+    the others.
     """
     try:
         succeeded, report = worker.receive()
@@ -264,7 +263,7 @@ def _report(worker: Worker, info: RankInfo, told: list[threading.Thread]) -> tup
 
 
 def announce(info: RankInfo, how: str) -> None:
-    """Inform the other ranks that this rank has ended, and how."""
+    """Report to the other ranks that this rank has ended, and how."""
     number = info.rank if info.seat is None else info.seat
     with suppress(RuntimeError):  # the store has ended with it
         announce_death(store_of(info, timedelta(seconds=GRACE_SECONDS)), number, how)
@@ -283,7 +282,7 @@ def _describe(failures: Mapping[int, Failure], num_workers: int, world_size: int
 
 
 def work(pipe: Connection, function: Callable[..., Any], info: RankInfo, args: tuple[Any, ...]) -> None:
-    """Run one rank: the body of its process."""
+    """Run one rank; this is the body of its process."""
     try:
         result = function(info, *args)
     except BaseException as error:

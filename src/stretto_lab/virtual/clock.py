@@ -37,9 +37,9 @@ class Task:
     """One thread that alternates with all others.
 
     Args:
-        rank: Whose it is.
-        work: What the thread does once it runs first.
-        is_lane: Whether this is a communication lane; otherwise it is a rank's program.
+        rank: The task's rank.
+        work: Function that the thread runs.
+        is_lane: Whether this is a communication lane instead of a rank's program.
     """
 
     def __init__(self, rank: int, work: Callable[[], None], *, is_lane: bool) -> None:
@@ -47,12 +47,10 @@ class Task:
         self.is_lane = is_lane
         self.has_ended = False
         self.waits_for: object = None
-        """The event that it waits for, at an unknown time; its text is for messages. None if it is ready or sleeps
-        until an instant.
-        """
+        """The event that the task waits for; messages show its text. None if it is ready or sleeps until an instant."""
         self.waits_since_ns = 0
         self.turn = threading.Lock()
-        """Held while the task may not run: releasing it lets the task run, in real time."""
+        """A lock that is held while the task may not run; releasing it lets the task run, in real time."""
         self.turn.acquire()
         self.thread = threading.Thread(
             target=self._run,
@@ -68,7 +66,7 @@ class Task:
 
     @property
     def frame(self) -> FrameType | None:
-        """The stack frame in which the task is now."""
+        """The task's current stack frame."""
         return sys._current_frames().get(self.thread.ident or 0)
 
     def _run(self, work: Callable[[], None]) -> None:
@@ -80,7 +78,7 @@ class Schedule:
     """The virtual time, and the running task.
 
     Args:
-        seed: Decides among tasks that are ready at the same instant.
+        seed: Seed of the order of tasks that are ready at the same instant.
         deadlock: Returns the error to raise when no task can continue.
     """
 
@@ -92,10 +90,10 @@ class Schedule:
         self._deadlock = deadlock
         self._draws = random.Random(seed)
         self._ready: list[tuple[int, float, int, Task]] = []
-        """A heap by instant, then by draw; the third number keeps equal draws from comparing tasks."""
+        """A heap by instant, then by draw; the third number avoids comparing tasks."""
         self._num_woken = 0
         self._held: dict[int, int] = {}
-        """Until when the tasks of a rank may not run, by rank."""
+        """By rank: the instant until which its tasks may not run."""
         self._tasks_left = self._programs_left = 0
         self._threads = torch.get_num_threads()
         self._processor: int | None = None
@@ -109,7 +107,7 @@ class Schedule:
         return self._current
 
     def start(self, rank: int, work: Callable[[], None], *, is_lane: bool) -> Task:
-        """Make a task of `work`, ready now."""
+        """Start a task, which is ready now."""
         task = Task(rank, lambda: self._perform(task, work), is_lane=is_lane)
         self.tasks.append(task)
         self._tasks_left += 1
@@ -119,7 +117,7 @@ class Schedule:
         return task
 
     def run(self) -> None:
-        """Give out the baton until every task has ended; called by a thread that is none of them."""
+        """Pass the baton until every task has ended; the calling thread is not a task."""
         self._choose_processor()
         try:
             self._give(self._take_next())
@@ -134,14 +132,14 @@ class Schedule:
             task.thread.join()
 
     def _choose_processor(self) -> None:
-        """Let the tasks run where the caller does; see Note [One processor]."""
+        """Bind the tasks to the caller's processor; see Note [One processor]."""
         if sys.platform == "linux" and self._threads == 1:  # more threads of torch would have to share it too
             self._processor = ctypes.CDLL(None).sched_getcpu()
 
     # What the current task calls
 
     def sleep_until(self, at_ns: int) -> None:
-        """Let time pass for the current task until `at_ns`, if that is ahead."""
+        """Let the current task sleep until `at_ns`, if that is in the future."""
         if at_ns <= self.now_ns:
             return
         if self.failure is None and (not self._ready or self._ready[0][0] > at_ns):
@@ -151,7 +149,7 @@ class Schedule:
         self._pass_on()
 
     def hold(self, rank: int, until_ns: int) -> None:
-        """Let no task of a rank run before `until_ns`; called by one of them, which continues then."""
+        """Let no task of a rank run before `until_ns`; the calling task of that rank then continues."""
         self._held[rank] = until_ns
         self.sleep_until(until_ns)
 
@@ -159,20 +157,20 @@ class Schedule:
         """Let the current task wait until another wakes it.
 
         Args:
-            waits_for: What for; its text is taken only for a message.
+            waits_for: The event; only messages use its text.
         """
         task = self._current
         task.waits_for, task.waits_since_ns = waits_for, self.now_ns
         self._pass_on()
 
     def wake(self, task: Task, at_ns: int) -> None:
-        """Let a task be ready at `at_ns`."""
+        """Make a task ready at `at_ns`."""
         task.waits_for = None
         self._num_woken += 1
         heapq.heappush(self._ready, (at_ns, self._draws.random(), self._num_woken, task))
 
     def fail(self, failure: Callable[[], BaseException]) -> None:
-        """Let every task raise the error that `failure` makes, when it runs next; the first failure counts."""
+        """Let every task raise the error from `failure` when it next runs; only the first failure counts."""
         if self.failure is None:
             self.failure = failure
         self._wake_parked()
@@ -180,7 +178,6 @@ class Schedule:
     # How the baton goes from task to task
 
     def _perform(self, task: Task, work: Callable[[], None]) -> None:
-        """Run a task from its start to its end."""
         torch.set_num_threads(self._threads)  # OpenMP counts by calling thread
         if self._processor is not None:
             with suppress(OSError):  # it only saves time, and a sandbox may forbid it
@@ -205,10 +202,10 @@ class Schedule:
             self._give(self._take_next())
 
     def _pass_on(self) -> None:
-        """Hand the baton on, and continue when it comes back.
+        """Pass the baton on, and continue once it comes back.
 
         Raises:
-            BaseException: The run has failed, or this lane is not needed any more.
+            BaseException: The run has failed, or this lane is no longer needed.
         """
         task = self._current
         following = self._take_next()

@@ -18,7 +18,7 @@ from stretto_lab.virtual.trace import Trace, rank_statuses
 
 T = TypeVar("T")
 Faults = Callable[[dist.ProcessGroup], dist.ProcessGroup]
-"""Takes a rank's group and returns the one that its program gets: one that injects faults, for example."""
+"""Takes a rank's group and returns the group for its program: one that injects faults, for example."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,11 +26,11 @@ class Results(Generic[T]):
     """The outcome of one run."""
 
     values: tuple[T, ...]
-    """What the program returned, by rank."""
+    """Return values of the program, by rank."""
     elapsed_ns: int
-    """Virtual nanoseconds from the beginning to the end of the last rank."""
+    """Virtual nanoseconds from the start to the end of the last rank."""
     trace: Trace
-    """What every rank did, and when."""
+    """Every rank's work, with times."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,19 +44,19 @@ class VirtualCluster:
 
         results = VirtualCluster(64, network=NETWORKS["office"], seed=3).run(program)
 
-    The code is the one that runs on real processes. Collectives take virtual time by the model of the network, work
-    takes it by the model of computing, and everything else takes none. Equal clusters run equal programs alike to the
-    bit, also in another process. With another seed, ranks that are ready at the same instant run in another order.
+    The code is the same as on real processes. Collectives take virtual time by the network model, work takes virtual
+    time by the compute model, and everything else takes none. Equal clusters and equal programs give bit-identical
+    results, also in another process. With another seed, ranks that are ready at the same instant run in another order.
     """
 
     world_size: int
-    """How many ranks there are."""
+    """Number of ranks."""
     network: Network = dataclasses.field(default_factory=Network)
-    """How long sending takes; by default no time."""
+    """The network model, which decides how long sending takes; by default no time."""
     compute: Compute = dataclasses.field(default_factory=Compute)
-    """How long computing takes."""
+    """The compute model, which decides how long work takes."""
     seed: int = 0
-    """Decides the order of ranks that are ready at the same instant, and the jitter of computing."""
+    """Seed of the order of ranks that are ready at the same instant, and of the jitter of computing."""
     faults: Faults | None = None
     """Wraps every rank's group; None for no wrapper."""
 
@@ -77,9 +77,9 @@ class VirtualCluster:
                 a thread that blocks in real time blocks all.
 
         Raises:
-            CollectivesDisagree: Ranks called different collectives; says what each rank does.
-            Deadlock: No rank can continue; says what each rank does.
-            BaseException: The first error of a rank's program. A note says how to run the same again.
+            CollectivesDisagree: Ranks called different collectives; the message shows what each rank does.
+            Deadlock: No rank can continue; the message shows what each rank does.
+            BaseException: The first error of a rank's program. A note gives the seed that repeats it.
         """
         run = _Run(self, program)
         try:
@@ -91,8 +91,6 @@ class VirtualCluster:
 
 
 class _Run(Generic[T]):
-    """One run of one program."""
-
     def __init__(self, cluster: VirtualCluster, program: Callable[[int, Any], T]) -> None:
         self._cluster = cluster
         self._program = program
@@ -105,7 +103,6 @@ class _Run(Generic[T]):
         self._matcher = CollectiveMatcher("the group", context, range(cluster.world_size))
 
     def complete(self) -> Results[T]:
-        """Run it from beginning to end."""
         for rank in range(self._cluster.world_size):
             self._schedule.start(rank, partial(self._rank, rank), is_lane=False)
         self._schedule.run()

@@ -1,7 +1,7 @@
-"""How the calls of all ranks become one collective: the n-th calls of a group's ranks must agree.
+"""Matches the ranks' calls of collectives: the n-th calls of a group's ranks must agree.
 
-On a real cluster a rank that calls something else makes the others hang, or gives them wrong numbers. Here it is an
-error at the moment of the call, on every rank.
+On a real cluster, a rank with a different call makes the others hang, or gives them wrong numbers. Here it is an error
+at the moment of the call, on every rank.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ from stretto_lab.virtual.trace import RankStatus, Trace, Transfer, rank_statuses
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Terms:
-    """What must be equal in all ranks' calls of one collective."""
+    """The properties of a collective that all ranks' calls must share."""
 
     operation: str
     numels: tuple[int, ...]
-    """Elements of every tensor that a rank brings; empty where ranks may bring different numbers."""
+    """Elements of every tensor in a rank's call; empty if ranks may pass different numbers."""
     dtypes: tuple[str, ...]
     root: int | None
     reduction: str | None
@@ -40,7 +40,7 @@ class Terms:
 
 
 def terms_of(call: Call) -> Terms:
-    """Return what the other ranks' calls must have in common with `call`."""
+    """Return the properties that the other ranks' calls must share with `call`."""
     operation = call.operation
     # A gather and a scatter have no other form than that of lists.
     is_listed = call.method.is_listed and not operation.has_root
@@ -54,10 +54,10 @@ def terms_of(call: Call) -> Terms:
 
 
 class Rendezvous:
-    """Where the ranks' calls of one collective meet.
+    """A collective in progress: the point where the ranks' calls meet.
 
     Args:
-        terms: Those of the rank that came first.
+        terms: The properties of the first rank's call.
         group: The group's name.
         sequence: Position among the group's collectives, from 0.
     """
@@ -67,10 +67,10 @@ class Rendezvous:
         self.group = group
         self.sequence = sequence
         self.calls: dict[int, Call] = {}
-        """By rank, in the order in which the ranks came; empty again when the collective has been performed."""
+        """Calls by rank, in the order of arrival; cleared once the collective has been performed."""
         self.waiting: list[Task] = []
         self.over_ns: int | None = None
-        """When the last byte has arrived; None until all ranks have come."""
+        """The time at which the last byte arrives; None until all ranks have called."""
 
     def __str__(self) -> str:
         return f"{self.terms}, collective {self.sequence} of {self.group}"
@@ -78,7 +78,7 @@ class Rendezvous:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunContext:
-    """What all groups of one run share."""
+    """The state that all groups of one run share."""
 
     world_size: int
     schedule: Schedule
@@ -87,13 +87,13 @@ class RunContext:
 
 
 class CollectiveMatcher:
-    """Brings the calls of one group's ranks together. Ranks are numbered as the group numbers them.
+    """Matches the calls of one group's ranks. Ranks are numbered as in the group.
 
     Args:
-        name: The group's, in messages and in the trace.
-        context: What the group shares with the other groups of the run.
-        ranks: Whose group it is, as the run numbers them, in the order of the group.
-        left_by: Who has left it already, if somebody has.
+        name: The group's name in messages and in the trace.
+        context: The state that all groups of the run share.
+        ranks: The group's ranks, as the run numbers them, in the order of the group.
+        left_by: The ranks that have already left it.
     """
 
     def __init__(
@@ -106,13 +106,13 @@ class CollectiveMatcher:
         self._open: dict[int, Rendezvous] = {}
         self._left_by = left_by
         self._siblings: dict[tuple[int, ...], list[CollectiveMatcher]] = {}
-        """By their ranks, as the run numbers them."""
+        """By ranks, as the run numbers them: other groups of these ranks."""
         self._siblings_asked: Counter[tuple[int, tuple[int, ...]]] = Counter()
 
     def sibling(self, rank: int, members: Sequence[int] | None = None) -> "CollectiveMatcher":
         """Return the matcher of another group of the same ranks, or of some of them.
 
-        The n-th call with the same members gives every one of them the same matcher.
+        The n-th call with the same members returns the same matcher to all of them.
         """
         ranks = self.ranks if members is None else tuple(self.ranks[member] for member in members)
         position = self._siblings_asked[rank, ranks]
@@ -125,10 +125,10 @@ class CollectiveMatcher:
         return siblings[position]
 
     def enter(self, call: Call) -> Rendezvous:
-        """Bring a rank's next call to its rendezvous; the last rank's call performs the collective.
+        """Add a rank's next call to its rendezvous; the last rank's call performs the collective.
 
         Raises:
-            CollectivesDisagree: Another rank has come with a call that does not agree; every rank raises it.
+            CollectivesDisagree: Another rank has made a different call; every rank raises it.
             PeerFailed: A rank has left the group.
         """
         rank = call.rank
@@ -150,11 +150,11 @@ class CollectiveMatcher:
         return rendezvous
 
     def wait(self, rank: int, rendezvous: Rendezvous) -> None:
-        """Let the current task, which is one of `rank`, continue when the collective is over.
+        """Let the current task, a task of `rank`, wait until the collective is complete.
 
         Raises:
             CommunicationError: The run has failed.
-            PeerFailed: A rank has left the group without coming to this rendezvous.
+            PeerFailed: A rank has left the group without this call.
         """
         schedule = self.context.schedule
         if rendezvous.over_ns is not None:
@@ -167,7 +167,7 @@ class CollectiveMatcher:
             self._raise_if_left(rank)
 
     def leave(self, rank: int) -> None:
-        """Let the others wait no longer: `rank` has given the group up."""
+        """Release the waits of other ranks for `rank`, which has left the group."""
         if self._left_by is not None:
             return
         self._left_by = self.ranks[rank]
@@ -179,11 +179,11 @@ class CollectiveMatcher:
 
     @property
     def left_by(self) -> int | None:
-        """The first rank that ended the group, as the run numbers ranks; None if none has."""
+        """The first rank that left the group, as the run numbers ranks; None if none has."""
         return self._left_by
 
     def lose(self, rank: int) -> None:
-        """End every wait for a rank, as the run numbers it, in this group and all groups made from it."""
+        """End every wait for a rank, as the run numbers ranks, in this group and all groups made from it."""
         if rank in self.ranks:
             self.leave(self.ranks.index(rank))
         for siblings in self._siblings.values():
@@ -197,7 +197,7 @@ class CollectiveMatcher:
             )
 
     def _perform(self, rendezvous: Rendezvous) -> None:
-        """Perform a collective to which all ranks have come."""
+        """Perform a collective that all ranks have called."""
         context = self.context
         entered = tuple(self.ranks[rank] for rank in rendezvous.calls)
         calls = [rendezvous.calls[rank] for rank in range(len(self.ranks))]
@@ -241,7 +241,7 @@ class CollectiveMatcher:
 
 
 def _splits_agree(call: Call, calls: Mapping[int, Call]) -> bool:
-    """Whether the ranks of an all-to-all expect of each other the rows that each one sends."""
+    """Return whether each rank of an all-to-all sends the number of rows that its receivers expect."""
     if not call.has_splits:  # then none has: their terms would be others
         return True
     return all(

@@ -21,7 +21,7 @@ class VirtualGroup(CollectiveGroup):
 
     Args:
         matcher: Matches its calls with the calls of the other ranks.
-        time: The rank's virtual time.
+        time: The rank's virtual clock.
     """
 
     may_wait_again = True
@@ -33,28 +33,28 @@ class VirtualGroup(CollectiveGroup):
         self._time = time
 
     def perform(self, call: Call) -> dist.Work:
-        """Start a collective, which the last rank's call performs."""
+        """Start a collective; the last rank's call performs it."""
         _check_tensors(call)
         return VirtualWork(self._matcher, self._matcher.enter(call), call)
 
     @property
     def now_ns(self) -> int:
-        """Virtual nanoseconds since the run began."""
+        """Virtual nanoseconds since the start of the run."""
         return self._time.schedule.now_ns
 
     def charge(self, work: Work, elements: int = 0) -> None:
-        """Let a piece of work take the time that the compute model says; `DataParallel` does this alone."""
+        """Add the compute model's time for a piece of work; `DataParallel` calls this."""
         self._time.charge(work, elements)
 
     def charge_ns(self, duration_ns: int) -> None:
-        """Let this rank be busy for `duration_ns`, with work of its program outside `DataParallel`."""
+        """Add `duration_ns` of busy time for the program's work outside `DataParallel`."""
         self._time.charge_ns("program", duration_ns)
 
     def wait_until(self, at_ns: int) -> None:
-        """Let this rank be idle until `at_ns`, if that is ahead.
+        """Let this rank be idle until `at_ns`, if that is in the future.
 
         Raises:
-            OutOfTurn: The caller is not one of the rank's own threads.
+            OutOfTurn: The calling thread does not belong to the rank.
         """
         if not self._time.schedule.current.is_here:
             raise OutOfTurn(
@@ -64,7 +64,7 @@ class VirtualGroup(CollectiveGroup):
         self._time.schedule.sleep_until(at_ns)
 
     def lane_runtime(self, *, overlaps: bool) -> Runtime:
-        """Return what the communication lane of a job on this group runs on, as `DataParallel` asks.
+        """Return the runtime for the communication lane of a job on this group, for `DataParallel`.
 
         Args:
             overlaps: Whether the lane runs at the same time as the program.
@@ -72,36 +72,35 @@ class VirtualGroup(CollectiveGroup):
         return VirtualRuntime(self._time, overlaps=overlaps)
 
     def private(self) -> "VirtualGroup":
-        """Return another group of the same ranks; every rank must call, in the same order."""
+        """Return another group of the same ranks; every rank must call it, in the same order."""
         return VirtualGroup(self._matcher.sibling(self.rank()), self._time)
 
     def part(self, members: Sequence[int]) -> "VirtualGroup":
-        """Return another group over some of these ranks; every member must call, in the same order.
+        """Return a group of some of these ranks; every member must call it, in the same order.
 
-        Its collectives wait for its own ranks only, and use no link but theirs.
+        Its collectives wait for its own ranks only, and use only their links.
         """
         return VirtualGroup(self._matcher.sibling(self.rank(), members), self._time)
 
     def abort(self) -> None:
-        """Give the group up after an error: the other ranks wait no longer."""
+        """Leave the group after an error: the other ranks no longer wait."""
         self._matcher.leave(self.rank())
 
     def shutdown(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Nothing ever times out: what cannot complete is an error at once."""
+        """Do nothing: a collective that cannot complete raises at once, without a timeout."""
 
     def get_group_store(self) -> NoReturn:
-        """Refused: failures need none, and a store that ranks wait for would wait in real time.
+        """Refuse: failure detection needs no store here, and waits on a store would take real time.
 
         Raises:
-            RuntimeError: always, as torch's groups do that have none.
+            RuntimeError: Always, as PyTorch's groups without a store do.
         """
         raise RuntimeError("a virtual cluster's group has no store")
 
     def getBackendName(self) -> str:
-        """The name shown in messages."""
         return "virtual"
 
 
@@ -109,7 +108,7 @@ def _check_tensors(call: Call) -> None:
     """Check that the tensors of one rank's call fit each other.
 
     Raises:
-        CommunicationError: They do not.
+        CommunicationError: They do not fit.
     """
     method, name = call.method, call.operation.name
     if method.single and (found := len(getattr(call, method.single))) != 1:
@@ -130,7 +129,7 @@ def _check_tensors(call: Call) -> None:
 
 
 class VirtualWork(dist.Work):
-    """The handle of a collective; waiting for it takes virtual time only.
+    """The handle of a collective; waiting for it takes only virtual time.
 
     A timeout has no effect: a collective that cannot complete is an error at once.
     """
@@ -143,11 +142,11 @@ class VirtualWork(dist.Work):
         self._outputs = call.outputs
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Let virtual time pass until the collective is over.
+        """Let virtual time pass until the collective is complete.
 
         Raises:
             CollectivesDisagree: Ranks called different collectives.
-            Deadlock: Not all ranks will ever come.
+            Deadlock: Not all ranks will ever call it.
             PeerFailed: A rank raised.
         """
         self._matcher.wait(self._rank, self._rendezvous)
@@ -159,11 +158,11 @@ class VirtualWork(dist.Work):
         return over_ns is not None and self._matcher.context.schedule.now_ns >= over_ns
 
     def is_success(self) -> bool:
-        """Whether it is complete: what fails, fails the whole run."""
+        """Whether it is complete: a failed collective fails the whole run."""
         return self.is_completed()
 
     def exception(self) -> Exception | None:
-        """None: what fails, fails the whole run."""
+        """None: a failed collective fails the whole run."""
         return None
 
     def result(self) -> list[Tensor]:
@@ -173,8 +172,8 @@ class VirtualWork(dist.Work):
     def get_future(self) -> Future[Any]:
         """Wait, and return a completed future of the output tensors.
 
-        Torch waits for futures in C++, out of reach of virtual time. So a caller that asks for a future waits here:
-        stock DDP computes the right values on a virtual cluster, and hides nothing.
+        PyTorch waits for futures in C++, where virtual time cannot pass. So a caller that asks for a future waits here:
+        stock DDP computes the right values on a virtual cluster, but overlaps nothing.
         """
         self.wait()
         future: Future[Any] = Future()

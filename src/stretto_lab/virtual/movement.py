@@ -1,6 +1,6 @@
-"""What collectives do with tensors, once all ranks have come: a few operations per rank, not per pair of ranks.
+"""The effect of collectives on tensors, once all ranks have called: a few operations per rank, not per pair of ranks.
 
-Sums add in rank order, so that results do not depend on the order in which the ranks came.
+Sums add in rank order, so that results do not depend on the order in which ranks call.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,14 +15,14 @@ from stretto.exchange.exchange import sum_in_rank_order
 from stretto.groups.collectives import Call
 
 Movement = Callable[[Sequence[Call]], None]
-"""Fills the outputs of all ranks' calls, which are given in rank order."""
+"""Fills the outputs of all ranks' calls, given in rank order."""
 
 
 def move(calls: Sequence[Call]) -> None:
     """Perform a collective.
 
     Args:
-        calls: Those of all ranks, in rank order, which agree.
+        calls: The calls of all ranks, which agree, in rank order.
     """
     method = calls[0].method
     movements = _OF_LISTS if method.is_listed else _OF_WHOLES
@@ -31,7 +31,7 @@ def move(calls: Sequence[Call]) -> None:
 
 
 def reduction_name(call: Call) -> str:
-    """Return the name of the reduction that a call asks for.
+    """Return the name of the reduction in a call.
 
     Raises:
         ConfigError: A virtual cluster does not perform it.
@@ -60,7 +60,7 @@ _REDUCTIONS: Sequence[tuple[str, dist.ReduceOp.RedOpType, Callable[[Tensor], Ten
     ("minimum", dist.ReduceOp.MIN, lambda contributions: contributions.amin(0)),
     ("product", dist.ReduceOp.PRODUCT, lambda contributions: contributions.prod(0)),
 )
-"""Name, torch's constant, and what it makes of `(world size, ...)` contributions."""
+"""Name, PyTorch's constant, and function of `(world size, ...)` contributions."""
 
 
 def _reduced(calls: Sequence[Call], index: int) -> Tensor:
@@ -177,7 +177,7 @@ _OF_WHOLES: Mapping[str, Movement] = MappingProxyType(
         "all_to_all": _all_to_all,
     }
 )
-"""Movements by the operation's name, where the parts of different ranks are parts of one tensor."""
+"""By the operation's name: movements for operations on parts of one tensor."""
 
 _OF_LISTS: Mapping[str, Movement] = MappingProxyType(
     {
@@ -188,4 +188,4 @@ _OF_LISTS: Mapping[str, Movement] = MappingProxyType(
         "scatter": _scatter,
     }
 )
-"""Movements by the operation's name, where they are tensors of a list."""
+"""By the operation's name: movements for operations on a list of tensors."""

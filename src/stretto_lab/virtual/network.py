@@ -1,4 +1,4 @@
-"""The network's model: how long what every rank sends needs to arrive.
+"""The network model: how long the bytes that ranks send take to arrive.
 
 Every rank has its own full-duplex link, and ranks may share uplinks. A link carries one transmission after the
 other, in the order in which collectives begin. A collective begins when its last rank has entered it, and is over on
@@ -31,15 +31,15 @@ _FREE = Link()
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Uplink:
-    """A link that several ranks share towards all others, such as a rack's or a site's."""
+    """A link that several ranks share towards all others, such as a rack's or a site's link."""
 
     ranks: tuple[int, ...]
-    """Who shares it."""
+    """The ranks that share it."""
     link: Link
     """Its rate and latency, in addition to the ranks' own links."""
     direct: bool = False
-    """Whether what crosses passes this link alone, as the card of a node, whose ranks' own links lead to each other; a
-    rack's switch comes behind their cards."""
+    """Whether data to other ranks cross only this link, like a node's network card, because the ranks' own links
+    connect ranks of the node; behind a rack's switch each rank also uses its own link."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -47,12 +47,12 @@ class Uplink:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Network:
-    """The links of a virtual cluster; by default they cost no time."""
+    """The links of a virtual cluster; by default they take no time."""
 
     link: Link = _FREE
     """Every rank's own link, in each direction."""
     links: Mapping[int, Link] = dataclasses.field(default_factory=dict)
-    """Links of single ranks, in place of `link`."""
+    """Links of single ranks, which replace `link`."""
     uplinks: tuple[Uplink, ...] = ()
     """Links that ranks share."""
 
@@ -60,10 +60,10 @@ class Network:
         check_fields(self)
 
     def between(self, nodes: int, world_size: int) -> "Network":
-        """Return the network in which each node has the link that a rank has here, and ranks of a node a free one.
+        """Return a network of nodes: each node has the link that a rank has here, and links inside nodes are free.
 
         Raises:
-            ConfigError: The nodes cannot have equally many ranks.
+            ConfigError: The ranks cannot be divided equally among the nodes.
         """
         if nodes < 1 or world_size % nodes:
             raise ConfigError(f"nodes={nodes}: expected a divisor of the {world_size} ranks")
@@ -79,7 +79,7 @@ class Network:
         """Check that every rank that the network names exists.
 
         Raises:
-            ConfigError: One does not.
+            ConfigError: A rank does not exist.
         """
         shared = [rank for uplink in self.uplinks for rank in uplink.ranks]
         named = {*self.links, *shared}
@@ -90,11 +90,11 @@ class Network:
 
 
 class Wires:
-    """The links of one run, and until when each of them is busy.
+    """The links of one run, and the time until which each of them is busy.
 
     Args:
-        network: Their rates and latencies.
-        world_size: How many ranks there are.
+        network: Rates and latencies.
+        world_size: Number of ranks.
     """
 
     def __init__(self, network: Network, world_size: int) -> None:
@@ -115,14 +115,14 @@ class Wires:
         parts: Sequence[Sequence[int]] | None = None,
         ranks: Sequence[int] | None = None,
     ) -> int:
-        """Return when all that the ranks send in one collective has arrived.
+        """Return when all bytes of one collective have arrived.
 
         Args:
             begun_ns: When the last rank has entered it.
-            sent_bytes: By rank that takes part.
-            pattern: Who sends to whom, which decides how many bytes cross the uplinks.
-            parts: Bytes from each of them to each, where a pattern does not say it.
-            ranks: Those that take part, in the order of their group; None for all.
+            sent_bytes: By participating rank.
+            pattern: Which ranks send to which; it decides how many bytes cross the uplinks.
+            parts: Bytes from each participating rank to each, if the pattern does not determine them.
+            ranks: The participating ranks, in the order of their group; None for all.
         """
         group = np.arange(self._world_size) if ranks is None else np.array(ranks)
         if len(group) == 1:
@@ -152,7 +152,7 @@ def _crossing(
     pattern: Pattern,
     parts: Sequence[Sequence[int]] | None,
 ) -> NDArray[np.int64]:
-    """Return how many bytes each rank of a group sends from behind an uplink to the others."""
+    """Return how many bytes each rank of a group sends across an uplink to the others."""
     if parts is not None:
         across = np.array(parts, dtype=np.int64)[:, ~is_behind].sum(axis=1)
         return np.where(is_behind, across, 0)
@@ -167,13 +167,13 @@ def _picoseconds_per_byte(link: Link) -> int:
 
 
 NETWORKS: Mapping[str, Network] = MappingProxyType({name: Network(link=link) for name, link in LINKS.items()})
-"""Networks with a name; any link, such as 100mbit,2ms, is one too."""
+"""By name; other links, such as 100mbit,2ms, are networks too."""
 
 
 def parse_network(text: str) -> Network:
     """Return the network of that name, or one in which every rank has the link that `text` describes.
 
     Raises:
-        UnknownName: Neither.
+        UnknownName: There is no such network or link.
     """
     return Network(link=parse_link(text))

@@ -1,7 +1,7 @@
-"""What a rank's work costs in virtual time, and the runtime on which its communication lane works.
+"""The virtual time of a rank's work, and the runtime of its communication lane.
 
-A lane is a separate task from the rank's program: both pass virtual time at once, as on a machine that computes and
-communicates at once.
+A lane is a separate task from the rank's program: virtual time passes for both at once, as on a machine that overlaps
+communication with computation.
 """
 
 import dataclasses
@@ -26,23 +26,23 @@ _PICOSECONDS_PER_NANOSECOND = 1000
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Compute:
-    """The model of computing: what a rank's work costs, in virtual time."""
+    """The compute model: the virtual time of a rank's work."""
 
     micro_batch_ns: int = 1_000_000
-    """One forward and backward pass of one micro-batch; 1 ms is a round number and no machine's."""
+    """Time of one micro-batch's forward and backward pass; 1 ms is a round number, not measured."""
     step_ns: int = 0
-    """One optimizer step of any size."""
+    """Time of one optimizer step of any size."""
     step_picoseconds_per_element: int = 0
-    """Added to an optimizer step for every element that the rank owns."""
+    """Additional time of an optimizer step for every element that the rank owns."""
     backward_share: float = 2 / 3
-    """Part of a micro-batch that is its backward pass, in which gradients come evenly; it is usually twice as long as
-    the forward pass. Only hidden reductions ask when."""
+    """Share of a micro-batch taken by the backward pass, during which gradients come evenly; it is usually twice as
+    long as the forward pass. Only hidden reductions need it."""
     preview_factor: float = 1.0
-    """Cost of a preview, in optimizer steps. A preview steps copies; on CPUs that took 1.5 to 2.8 steps."""
+    """Time of a preview, in optimizer steps. A preview steps copies; on CPUs that took 1.5 to 2.8 steps."""
     slowness: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    """Factor on all work of a rank, by rank; ranks that are skipped have 1."""
+    """Factor on all work of a rank, by rank; 1 for other ranks."""
     jitter: float = 0.0
-    """Each piece of work costs up to this share more or less: a uniform draw that the cluster's seed decides."""
+    """Each piece of work takes up to this share more or less: a uniform draw from the cluster's seed."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -60,7 +60,7 @@ def parse_slowness(text: str) -> dict[int, float]:
     """Read "3=2.5,7=1.2": factors on the work of ranks.
 
     Raises:
-        ConfigError: Anything else.
+        ConfigError: The text has another form.
     """
     try:
         pairs = [pair.split("=") for pair in text.split(",") if pair.strip()]
@@ -70,17 +70,17 @@ def parse_slowness(text: str) -> dict[int, float]:
 
 
 class RankTime:
-    """The virtual time of one rank: the run's clock, and what the rank's work costs on it.
+    """The virtual time of one rank: the run's clock, and the durations of the rank's work.
 
-    Every kind of work draws its jitter from its own stream. So the order in which a rank's lane and program run
-    changes no cost.
+    Every kind of work draws its jitter from a separate stream, so durations do not depend on the order in which a
+    rank's lane and program run.
 
     Args:
-        rank: Whose it is.
+        rank: The rank.
         schedule: The run's clock.
-        trace: Where each piece of work is recorded.
-        compute: What work costs.
-        seed: Of the jitter.
+        trace: Receives each piece of work.
+        compute: The compute model.
+        seed: Seed of the jitter.
     """
 
     def __init__(self, rank: int, schedule: Schedule, trace: Trace, compute: Compute, seed: int) -> None:
@@ -91,14 +91,14 @@ class RankTime:
         self._seed = seed
         self._streams: dict[Work, np.random.Generator] = {}
         self._begun: tuple[int, int] | None = None
-        """When the micro-batch in progress began, and what it costs, if its backward pass is followed closely."""
+        """Start and duration of the micro-batch in progress, if its backward pass is simulated in parts."""
 
     def charge(self, work: Work, elements: int) -> None:
-        """Let a piece of work take the time that the compute model says.
+        """Let the time of a piece of work pass, by the compute model.
 
         Args:
-            work: Its kind.
-            elements: How many of them a step or a preview goes over.
+            work: Kind of work.
+            elements: Number of elements in a step or preview.
         """
         if work == "micro-batch" and self._begun is not None:
             (start_ns, cost_ns), self._begun = self._begun, None
@@ -107,7 +107,7 @@ class RankTime:
         self._be_busy(work, start_ns, start_ns + cost_ns)
 
     def pass_backward(self, share: float) -> None:
-        """Let a micro-batch continue to where `share` of its backward pass is over; `charge` lets it end."""
+        """Let a micro-batch continue until `share` of its backward pass is complete; `charge` completes it."""
         if self._begun is None:
             self._begun = self.schedule.now_ns, self._cost_ns("micro-batch", 0)
         start_ns, cost_ns = self._begun
@@ -142,7 +142,7 @@ class VirtualRuntime(Runtime):
     """Runs a communication lane in virtual time.
 
     Args:
-        time: The rank's.
+        time: The rank's clock.
         overlaps: Whether work runs on a separate task; otherwise the program performs it.
     """
 
@@ -165,7 +165,6 @@ class VirtualRuntime(Runtime):
         return job
 
     def now(self) -> float:
-        """Return virtual seconds since the run began."""
         return self._time.schedule.now_ns / 1e9
 
     def timer(self) -> Timer:
@@ -187,11 +186,11 @@ class VirtualRuntime(Runtime):
             self._time.schedule.wake(self._lane, self._time.schedule.now_ns)
 
     def __str__(self) -> str:
-        """What an idle lane waits for."""
+        """Text for messages: an idle lane waits for work."""
         return "its next round"
 
     def _serve(self) -> None:
-        """The lane: one job after the other."""
+        """Run the lane: one job after the other."""
         while not self._has_closed:
             if self._jobs:
                 self._jobs.popleft().run()
@@ -200,8 +199,6 @@ class VirtualRuntime(Runtime):
 
 
 class _Job(Pending[T]):
-    """Work of a lane, and the task that waits for its result."""
-
     def __init__(self, work: Callable[[], T], schedule: Schedule) -> None:
         self._work = work
         self._schedule = schedule
@@ -210,7 +207,7 @@ class _Job(Pending[T]):
         self._waiting: Task | None = None
 
     def run(self) -> None:
-        """Perform it, on the lane."""
+        """Perform the work, on the lane."""
         try:
             self._result.append(self._work())
         except Stopped:

@@ -1,12 +1,12 @@
-"""A store that is slow in virtual time: the duration of every read is given beforehand.
+"""A store that is slow in virtual time, with given durations for its reads.
 
-One read follows the other, as soon as there is room for its batch. With `ahead` batches of room:
+Reads follow each other, as soon as there is room for a batch. With `ahead` batches of room:
 
     begun(k) = max(over(k - 1), taken(k - ahead))
-    over(k)  = begun(k) + seconds(k)
+    over(k)   = begun(k) + seconds(k)
 
 A bare loop waits for each read. An `EchoLoader` reads ahead, as it does with any loader. `Ready` and `Auto` decide by
-the virtual clock, so that equal runs decide alike.
+the virtual clock, so equal runs decide alike.
 """
 
 import dataclasses
@@ -22,16 +22,16 @@ Batch = TypeVar("Batch")
 
 
 class VirtualStore(Generic[Batch]):
-    """Gives the batches of `loader`, each after its time; other attributes come from the loader.
+    """Returns the batches of `loader`, each after its duration; other attributes are the loader's.
 
         store = VirtualStore(loader, group, itertools.repeat(0.025))
         for batch in parallel.feed(EchoLoader(store, Ready())):
             ...
 
     Args:
-        loader: This rank's batches, which take no time themselves.
+        loader: This rank's batches, which themselves take no virtual time.
         group: The group of the rank that reads and waits.
-        durations: Seconds of one read after the other, without end; a later pass continues where the last one ended.
+        durations: Seconds of each read, without end; a later pass continues with the next duration.
     """
 
     def __init__(self, loader: Iterable[Batch], group: VirtualGroup, durations: Iterable[float]) -> None:
@@ -40,7 +40,7 @@ class VirtualStore(Generic[Batch]):
         self._durations = iter(durations)
 
     def __len__(self) -> int:
-        """Return the loader's length; TypeError where it has none."""
+        """Return the loader's length; raise TypeError if it has none."""
         loader: Any = self.loader
         return len(loader)
 
@@ -67,11 +67,11 @@ class _Pass(Iterator[Batch]):
         return batch
 
     def open_reader(self, capture: Callable[[], Any], ahead: int) -> Reader:
-        """Return what an `EchoLoader` reads this pass with."""
+        """Return the reader of this pass for an `EchoLoader`."""
         return VirtualReader(self, capture, ahead)
 
     def next_duration_ns(self) -> int:
-        """Return how long the next read takes.
+        """Return the duration of the next read.
 
         Raises:
             ConfigError: There is no further finite duration.
@@ -83,19 +83,19 @@ class _Pass(Iterator[Batch]):
 
 
 class VirtualReader(Reader):
-    """Reads ahead in virtual time, without a thread: the end of every read is known when it begins.
+    """Reads ahead in virtual time, without a thread: the end of every read is known at its start.
 
     Args:
         reads: The pass to read.
         capture: Returns the loader's state.
-        ahead: Batches to have ready; with 0 they are read when asked for.
+        ahead: Number of batches to read ahead; with 0 each is read on request.
     """
 
     def __init__(self, reads: _Pass[Any], capture: Callable[[], Any], ahead: int) -> None:
         self._reads = reads
         self._capture = capture
         self._queue: deque[tuple[Fetched | BaseException, int]] = deque()
-        """Batches that were read or are being read, each with the instant at which its read is over."""
+        """Batches that were read or are being read, each with the end time of its read."""
         self._over_ns = 0
         self._is_closed = False
         self._reads_ahead = ahead > 0
@@ -132,10 +132,10 @@ class VirtualReader(Reader):
         self._is_closed = True
 
     def join(self) -> None:
-        """No read is ever in progress: each is over in real time when it begins."""
+        """Do nothing: in real time every read is complete as soon as it begins."""
 
     def _begin(self) -> None:
-        """Begin the next read, unless nothing comes any more."""
+        """Begin the next read, unless the data have ended."""
         if self._queue and is_last(self._queue[-1][0]):
             return
         outcome = fetch(self._reads.batches, self._capture)

@@ -1,7 +1,7 @@
-"""The trace of a run: what every rank did and when, in virtual time; and what every rank does at a failure.
+"""The trace of a run: every rank's work in virtual time; and every rank's state at a failure.
 
-`Trace` has one record per piece of work and per collective, in the order in which they happened. `rank_statuses` has
-one row per rank, for errors that concern them all.
+`Trace` has one record per piece of work and per collective, in the order of time. `rank_statuses` has one row per rank,
+for errors about all ranks.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
     rank: int
     work: str
-    """Its kind, such as micro-batch or step."""
+    """Kind of work, such as micro-batch or step."""
     start_ns: int
     stop_ns: int
 
@@ -38,13 +38,13 @@ class Transfer(NamedTuple):
     what: str
     """Operation, elements and dtype."""
     sent_bytes: int
-    """By all ranks together."""
+    """Bytes sent by all ranks together."""
     entered: tuple[int, ...]
-    """The ranks in the order in which they entered."""
+    """The ranks in the order of their calls."""
     start_ns: int
-    """When the last one entered."""
+    """Time of the last rank's call."""
     stop_ns: int
-    """When it was over."""
+    """Time of completion."""
 
 
 class Trace:
@@ -73,7 +73,7 @@ class Trace:
 # What every rank does at a failure
 
 LANE = "its communication lane"
-"""What a program waits for when it takes its lane's result."""
+"""Text for a program that waits for its lane's result."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,11 +82,11 @@ class RankStatus:
 
     rank: int
     doing: str
-    """What it waits for, or that it computes or has returned."""
+    """The event that it waits for, or that it computes or has returned."""
     since_ns: int
-    """Since when, in virtual nanoseconds."""
+    """Start of this state, in virtual nanoseconds."""
     line: str
-    """The user's line at which its program is, as `file:line in function`; empty once it has ended."""
+    """The user's line that its program runs, as `file:line in function`; empty after the program's end."""
 
     def __str__(self) -> str:
         place = f", at {self.line}" if self.line else ""
@@ -94,7 +94,7 @@ class RankStatus:
 
 
 def rank_statuses(schedule: Schedule) -> list[RankStatus]:
-    """Return what every rank does now, in rank order."""
+    """Return the current state of every rank, in rank order."""
     programs = {task.rank: task for task in schedule.tasks if not task.is_lane}
     # Of a rank's lanes, the last one belongs to its present job.
     lanes = {task.rank: task for task in schedule.tasks if task.is_lane and not task.has_ended}
@@ -120,11 +120,11 @@ _LIBRARY = (
     f"{Path(torch.__file__).parent}/",
     *(str(sys.modules[name].__file__) for name in ("threading", "contextlib")),
 )
-"""What works below a user's program. Other parts of the lab use the library as such a program does."""
+"""Code below a user's program. Other parts of the lab use the library as such a program does."""
 
 
 def _user_line(frame: FrameType | None) -> str:
-    """Return the innermost line that is not the library's; where there is none, the innermost of all."""
+    """Return the innermost line outside the library; if there is none, the innermost of all."""
     innermost = frame
     while frame is not None:
         file = frame.f_code.co_filename
