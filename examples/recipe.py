@@ -6,13 +6,12 @@ What stands after the star are options of the command line, and the docstring is
 """
 
 import math
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from stretto_lab.recipes import Loss, MicroBatches, Task
-from stretto_lab.recipes.task import mean_loss
+from stretto_lab.recipes.task import MeanLoss
 
 
 class Points:
@@ -58,7 +57,7 @@ def sine(
         scheduler=None,
         loader=MicroBatches(Points(places[::2]), batch, rank=rank, world_size=world_size, seed=seed),
         loss=sine_loss,
-        evaluate=partial(mean_loss, batches=[places[1::2]], loss=sine_loss),
+        evaluate=MeanLoss([places[1::2]], sine_loss),
     )
 
 

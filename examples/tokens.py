@@ -7,7 +7,6 @@ the windows needs 8 bytes for each of them on every rank: 0.4 GB for 50 billion 
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -17,7 +16,7 @@ from stretto_lab.recipes import MicroBatches, Task
 from stretto_lab.recipes.language_models import language_model
 from stretto_lab.recipes.optimizers import AdamW, Schedule
 from stretto_lab.recipes.stdlib_gpt import next_token_loss
-from stretto_lab.recipes.task import mean_loss
+from stretto_lab.recipes.task import MeanLoss
 from stretto_lab.recipes.text import Windows
 
 
@@ -57,10 +56,8 @@ class TokenFile:
             scheduler=Schedule().build(optimizer, updates),
             loader=MicroBatches(train, self.batch, rank=rank, world_size=world_size, seed=seed),
             loss=next_token_loss,
-            evaluate=partial(
-                mean_loss,
-                batches=[heldout.batch(some) for some in heldout.spread(256).split(self.batch)],
-                loss=next_token_loss,
+            evaluate=MeanLoss(
+                [heldout.batch(some) for some in heldout.spread(256).split(self.batch)], next_token_loss
             ),
         )
 

@@ -584,7 +584,9 @@ def perform(simulation: SimulateConfig[Any]) -> Line:
         "averages": sum(update["gap"] == 0 for update in updates),
         "intervals": sorted({update["interval"] for update in updates if update["interval"]}),
         "divergences": [update["divergence"] for update in updates if update["divergence"] is not None],
-        "micro_batches": updates[-1]["micro_batches"] if updates else [],
+        "micro_batches": [
+            count for one in updates[-1:] for count, ranks in one["micro_batches"] for _ in range(ranks)
+        ],
         "cpu_seconds": round(time.process_time() - started, 2),
     }
 

@@ -18,7 +18,7 @@ from stretto.errors import ConfigError
 from stretto_lab.recipes import MicroBatches, Task
 from stretto_lab.recipes.classify import Images, class_accuracy, class_loss
 from stretto_lab.recipes.optimizers import SGD, Schedule
-from stretto_lab.recipes.task import Loss, extra, mean_loss
+from stretto_lab.recipes.task import Loss, MeanLoss, extra
 
 SIDE, PIXELS = 32, 3 * 32**2
 PADDING = 4
@@ -144,6 +144,6 @@ class CifarClassifier:
             scheduler=Schedule(floor=0.0).build(optimizer, updates),
             loader=MicroBatches(train, self.batch, **share),
             loss=class_loss,
-            evaluate=partial(mean_loss, batches=evaluated, loss=image_loss),
+            evaluate=MeanLoss(evaluated, image_loss),
             accuracy=partial(class_accuracy, batches=evaluated),
         )

@@ -5,7 +5,6 @@ sentence, and the loss is taken of the output alone.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -17,7 +16,7 @@ from stretto_lab.recipes.language_models import language_model, with_lora
 from stretto_lab.recipes.optimizers import AdamW, Schedule
 from stretto_lab.recipes.rows import Heldout, read_sides
 from stretto_lab.recipes.stdlib_gpt import next_token_loss
-from stretto_lab.recipes.task import mean_loss
+from stretto_lab.recipes.task import MeanLoss
 from stretto_lab.recipes.text import IGNORED, Subwords, Tokens, Window
 
 
@@ -101,7 +100,5 @@ class Tuned:
             scheduler=Schedule(warmup=0, floor=0.0).build(optimizer, updates),
             loader=MicroBatches(train, self.batch, rank=rank, world_size=world_size, seed=seed),
             loss=next_token_loss,
-            evaluate=partial(
-                mean_loss, batches=[heldout.batch(some) for some in first], loss=next_token_loss
-            ),
+            evaluate=MeanLoss([heldout.batch(some) for some in first], next_token_loss),
         )

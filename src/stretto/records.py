@@ -1,6 +1,7 @@
 """What a run reports: one record per committed update, and one per corruption that was found."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -117,11 +118,21 @@ class Update:
     """Part of `seconds` in which `feed` waited for the loader, on this rank."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values; a number that is not finite becomes None."""
+        """Return the fields as plain JSON values; a number that is not finite becomes None.
+
+        Counts by rank are pairs of a count and of how many ranks in a row have it, so that a record of a thousand ranks
+        is no longer than one of two.
+        """
         fields = {name: getattr(self, name) for name in self.__slots__}
+        fields["micro_batches"] = _in_a_row(self.micro_batches)
+        fields["rounds"] = [_in_a_row(counts) for counts in self.rounds]
         fields["incidents"] = [incident.as_json() for incident in self.incidents]
         found: dict[str, Any] = plain(fields)
         return found
+
+
+def _in_a_row(counts: tuple[int, ...]) -> list[list[int]]:
+    return [[count, len(list(ranks))] for count, ranks in itertools.groupby(counts)]
 
 
 def plain(value: Any) -> Any:

@@ -30,7 +30,7 @@ def folder(name: str, **files: Any) -> Path:
 def update(step: Any, **different: Any) -> dict[str, Any]:
     return {
         "step": step, "loss": 1.0, "samples": 8, "training_seconds": 0.5, "sent_bytes": 4, "exposed_seconds": 0.0,
-        "lane_seconds": 0.0, "wait_seconds": 0.0, "fresh": 1, "echoed": 1, "micro_batches": [1], "rounds": [[1]],
+        "lane_seconds": 0.0, "wait_seconds": 0.0, "fresh": 1, "echoed": 1, "micro_batches": [[1, 1]], "rounds": [],
         "skipped_rounds": 0, **different,
     }  # fmt: skip
 

@@ -3,16 +3,21 @@
 import random
 import sys
 import threading
+from functools import partial
 from itertools import islice
+from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from stretto import Total, errors
+from stretto import DataParallel, Total, errors
 from stretto_lab.recipes.batches import MicroBatches, reshard
 from stretto_lab.recipes.blocks import Packed, Streams
+from stretto_lab.recipes.task import Loss, MeanLoss
 from stretto_lab.recipes.text import Subwords
-from tests.draws import seeds
+from stretto_lab.virtual import VirtualCluster, VirtualGroup
+from tests.draws import draws, seeds
 from tests.processes import Command
 
 SAMPLES, SIZE, SEED = 23, 3, 5
@@ -168,3 +173,24 @@ def test_a_parcel_that_was_begun_is_gone_on_with_by_whoever_gets_it(seed: int) -
     epoch = sum(1 + index % 5 for index in range(60))
     take_blocks(loaders[0], epoch - len(blocks))
     assert len(set(blocks)) == epoch
+
+
+def test_ranks_that_share_an_evaluation_all_get_the_number_of_one_to_the_bit() -> None:
+    for seed in draws(40):
+        draw = random.Random(seed)
+        batches = [torch.full((), draw.uniform(-1, 1)) for _ in range(draw.randrange(1, 9))]
+        ranks, weights, looked = draw.randrange(1, 5), [draw.choice([0.1, 1.0, 7.0]) for _ in batches], []
+
+        def loss(model: nn.Module, batch: torch.Tensor, weights: Any = weights, looked: Any = looked) -> Loss:
+            looked.append(len(looked))
+            return Loss(model(batch.view(1, 1)).sum(), weights[int(batch.abs() * 97) % len(weights)], 1)
+
+        def program(rank: int, group: VirtualGroup, mean: MeanLoss) -> tuple[float, float]:
+            torch.manual_seed(1)
+            model = nn.Linear(1, 1)
+            job = DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), group=group)
+            return mean(model, job), mean(model) if rank == 0 else 0.0
+
+        found = VirtualCluster(ranks).run(partial(program, mean=MeanLoss(batches, loss))).values
+        assert {one for one, _ in found} == {found[0][1]}, seed
+        assert len(looked) == 2 * len(batches), f"{seed}: {len(looked)} evaluations"

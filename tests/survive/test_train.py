@@ -139,9 +139,8 @@ def test_a_run_whose_worker_is_killed_goes_on_to_its_end(
     assert outcome.updates == 30
     assert [record["step"] for record in read_json_lines(Path("run/updates.jsonl"))] == list(range(1, 31))
     records = read_json_lines(Path("run/updates.jsonl"))
-    assert {sum(record["micro_batches"]) for record in records} == {
-        6
-    }  # also by 2 ranks, and 4 would be theirs
+    counts = [record["micro_batches"] for record in records]
+    assert {sum(count * ranks for count, ranks in one) for one in counts} == {6}  # also by 2 ranks
     evaluated = [record["step"] for record in read_json_lines(Path("run/evaluations.jsonl"))]
     assert evaluated == [0, 4, 8, 12, 16, 20, 24, 28, 30]
     printed = capfd.readouterr().out
@@ -158,7 +157,8 @@ def test_nobody_waits_for_what_a_new_process_builds_and_nobody_builds_twice(
     monkeypatch.chdir(tmp_path)
     run = dataclasses.replace(mortal(Awaited), updates=None, samples=None, to_loss=0.5)
     train(Ranks.local(3), run, shows_progress=False)
-    ranks = [len(record["micro_batches"]) for record in read_json_lines(Path("run/updates.jsonl"))]
+    counts = [record["micro_batches"] for record in read_json_lines(Path("run/updates.jsonl"))]
+    ranks = [sum(ranks for _, ranks in one) for one in counts]
     assert [count for count, _ in itertools.groupby(ranks)][-2:] == [2, 3]
     assert ranks.count(2) >= MORE_UPDATES
     assert sorted(BUILT.read_text().split()) == ["0", "1", "1", "2"]
@@ -179,7 +179,8 @@ def test_a_node_that_has_lost_a_worker_comes_in_again_whole(
         dataclasses.replace(run, updates=None, samples=None, to_loss=0.5),
         shows_progress=False,
     )
-    found = [record["micro_batches"] for record in read_json_lines(Path("run/updates.jsonl"))]
+    counts = [record["micro_batches"] for record in read_json_lines(Path("run/updates.jsonl"))]
+    found = [[count for count, ranks in one for _ in range(ranks)] for one in counts]
     in_shards = "shard" in how  # where a node counts as one
     assert [len(one) for one, _ in itertools.groupby(found)][-2:] == ([1, 2] if in_shards else [2, 4])
     assert {sum(one) for one in found} == {8}
@@ -213,7 +214,8 @@ def test_a_worker_that_guards_name_is_left_out_and_not_replaced(
     assert train(Ranks.local(3), mortal(Named), shows_progress=False).updates == 30
     assert "worker 1 is removed (" in (printed := capfd.readouterr().out)
     assert "replaces it" not in printed
-    ranks = [len(record["micro_batches"]) for record in read_json_lines(Path("run/updates.jsonl"))]
+    counts = [record["micro_batches"] for record in read_json_lines(Path("run/updates.jsonl"))]
+    ranks = [sum(ranks for _, ranks in one) for one in counts]
     assert ranks[-1] == 2
     (line,) = read_json_lines(Path("run/quarantine.jsonl"))
     told = ("left_out", "goes_on_with", "world_size", "named", "checkpoint", "error")

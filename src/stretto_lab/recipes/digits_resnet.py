@@ -15,7 +15,7 @@ from stretto.fields import check_at_least, check_fields
 from stretto_lab.recipes.batches import MicroBatches
 from stretto_lab.recipes.classify import Images, class_accuracy, class_loss
 from stretto_lab.recipes.optimizers import SGD, AdamW, Schedule
-from stretto_lab.recipes.task import Task, extra, mean_loss
+from stretto_lab.recipes.task import MeanLoss, Task, extra
 
 CLASSES = 10
 HELDOUT_SHARE = 0.2
@@ -62,7 +62,7 @@ class DigitsResNet:
             scheduler=self.schedule.build(optimizer, updates),
             loader=MicroBatches(Digits(train), self.batch, rank=rank, world_size=world_size, seed=seed),
             loss=class_loss,
-            evaluate=partial(mean_loss, batches=[heldout], loss=class_loss),
+            evaluate=MeanLoss([heldout], class_loss),
             accuracy=partial(class_accuracy, batches=[heldout]),
         )
 

@@ -17,7 +17,7 @@ from stretto_lab.recipes.language_models import check_model, language_model, tok
 from stretto_lab.recipes.optimizers import AdamW, LanguageOptimizer, Schedule, language_optimizer
 from stretto_lab.recipes.rows import Heldout, Sides, Unit, check_column, read_sides
 from stretto_lab.recipes.stdlib_gpt import next_token_loss
-from stretto_lab.recipes.task import Task, extra, mean_loss
+from stretto_lab.recipes.task import MeanLoss, Task, extra
 from stretto_lab.recipes.text import Subwords, Window, sampled
 
 BYTES = 257
@@ -174,7 +174,7 @@ class Language:
                 workers=self.readers,
             ),
             loss=next_token_loss,
-            evaluate=partial(mean_loss, batches=batches, loss=next_token_loss),
+            evaluate=MeanLoss(batches, next_token_loss),
             sample=partial(sampled, prompt="The ", length=self.sample, tokens=tokens, context=self.length),
             publish=partial(_publish, model, tokens),
         )

@@ -13,7 +13,7 @@ from stretto_lab.recipes.batches import MicroBatches
 from stretto_lab.recipes.corpus import Text, read_corpus
 from stretto_lab.recipes.gpt import causal_lm, shape_of
 from stretto_lab.recipes.optimizers import AdamW, LanguageOptimizer, Schedule, language_optimizer
-from stretto_lab.recipes.task import Loss, Task, mean_loss
+from stretto_lab.recipes.task import Loss, MeanLoss, Task
 from stretto_lab.recipes.text import IGNORED, Bytes, Window, Windows, sampled
 
 
@@ -88,11 +88,7 @@ class StdlibGPT:
             scheduler=self.schedule.build(optimizer, updates),
             loader=MicroBatches(train, self.batch, rank=rank, world_size=world_size, seed=seed),
             loss=lambda model, window: next_token_loss(model, window)._replace(weight=1.0),
-            evaluate=partial(
-                mean_loss,
-                batches=[heldout.batch(indices) for indices in evaluated],
-                loss=next_token_loss,
-            ),
+            evaluate=MeanLoss([heldout.batch(indices) for indices in evaluated], next_token_loss),
             sample=partial(sampled, prompt="def ", length=self.sample, tokens=tokens, context=self.context),
         )
 

@@ -5,7 +5,7 @@ the `Task` of one rank: model, optimizer, scheduler, micro-batches, loss and eva
 """
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stretto import errors
+from stretto.checkpoint.ranks import Ranks
+from stretto.parallel import DataParallel
 
 Batch = Any
 """One micro-batch of a task; only the task's loss reads it."""
@@ -148,11 +150,22 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode  # not `train()`, which would also set the modules inside
 
 
-def mean_loss(model: nn.Module, batches: Iterable[Batch], loss: Callable[[nn.Module, Batch], Loss]) -> float:
-    """Return the weighted mean of `loss` over `batches`, summed in float64: `sum(weight * value) / sum(weight)`."""
-    with evaluating(model):
-        losses = [loss(model, batch) for batch in batches]
-    return sum(one.weight * one.value.item() for one in losses) / sum(one.weight for one in losses)
+@dataclass(frozen=True, slots=True)
+class MeanLoss:
+    """The weighted mean of `loss` over held-out batches, summed in float64: `sum(weight * value) / sum(weight)`."""
+
+    batches: Sequence[Batch]
+    loss: Callable[[nn.Module, Batch], Loss]
+
+    def __call__(self, model: nn.Module, parallel: DataParallel | None = None) -> float:
+        """Return the mean, the same to the bit on one rank as where the ranks of a job take every N-th batch each."""
+        rank, world_size = (0, 1) if parallel is None else (parallel.rank, parallel.world_size)
+        with evaluating(model):
+            losses = [self.loss(model, batch) for batch in self.batches[rank::world_size]]
+        found = [[one.weight * one.value.item(), one.weight] for one in losses]
+        dealt = [found] if parallel is None else Ranks(parallel).gather("evaluating", lambda: found)
+        rows = [dealt[index % world_size][index // world_size] for index in range(len(self.batches))]
+        return float(sum(value for value, _ in rows) / sum(weight for _, weight in rows))
 
 
 def extra(module: str, purpose: str) -> ModuleType:

@@ -22,6 +22,7 @@ from stretto.errors import LeftOut
 from stretto.groups import Link, ThrottledLeavable
 from stretto.groups.wire import Wire
 from stretto.machine import most_bytes, peak_resident_bytes
+from stretto.parallel import DataParallel
 from stretto.random_states import kept_random_states
 from stretto.recorder import Curves, RunFiles
 from stretto.records import Update
@@ -37,7 +38,7 @@ from stretto_lab.observe import (
 )
 from stretto_lab.patience import waiting
 from stretto_lab.recipes import MicroBatches, Task
-from stretto_lab.recipes.task import loss_unit, tokens_per_sample
+from stretto_lab.recipes.task import MeanLoss, loss_unit, tokens_per_sample
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.budget import Budget, budget_of
 from stretto_lab.train.configuration import RunConfig, TaskT
@@ -437,13 +438,21 @@ class Loop:
             return
         with self.stopwatch.held(), kept_random_states(self.context.device), self.handle.settled():
             known = None if losses is None else losses.get(step)
-            loss = self.task.evaluate(self.task.model) if known is None else known
+            loss = self._heldout_loss() if known is None else known
             if losses is not None:
                 losses[step] = loss
             seconds = self.stopwatch.seconds
             self.evaluations.append(Evaluation(step=step, training_seconds=seconds, heldout_loss=loss))
             for observer in self.observers:
                 observer.evaluated(step, loss, seconds)
+
+    def _heldout_loss(self) -> float:
+        evaluate, job, model = self.task.evaluate, self.handle, self.task.model
+        # The ranks of a node run a sharded model together, and a stock method has no job to gather by.
+        deals = self.context.losses is None and self.run.shard == 1
+        if deals and isinstance(evaluate, MeanLoss) and isinstance(job, DataParallel):
+            return evaluate(model, job)
+        return evaluate(model)
 
     def _save(self) -> None:
         """Write a checkpoint; all ranks must call it, right after an update or at the end."""
