@@ -9,7 +9,7 @@ import pytest
 
 from stretto.records import Incident
 from stretto_lab.observe import Header, Progress
-from stretto_lab.observe.progress import LANDING
+from stretto_lab.observe.progress import STOPPING
 from stretto_lab.patience import clock
 from tests.draws import seeds
 from tests.observe.updates import update
@@ -103,7 +103,7 @@ def test_a_stop_is_told_after_silence_too(monkeypatch: pytest.MonkeyPatch) -> No
     progress.follows(is_stopped=lambda: True, share=float)
     progress.updated(update(1), training_seconds=2.0)
     now[0] += 12
-    assert progress._still() == f"{LANDING}: 0:12 since then"
+    assert progress._still() == f"{STOPPING}: 0:12 since then"
 
 
 ENDS: list[tuple[dict[str, float], str]] = [

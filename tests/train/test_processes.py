@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
@@ -43,20 +42,20 @@ def test_no_process_outlives_a_command_that_is_stopped() -> None:
     assert command.returncode == -signal.SIGTERM
 
 
-def land(pipe: Connection) -> None:
+def save(pipe: Connection) -> None:
     stops = Stops()
     pipe.send("training")
     waiting = threading.Event()
     while not stops.has_come:  # `signal.pause` would sleep through one that comes between the two
         waiting.wait(0.01)
-    pipe.send("landed")
+    pipe.send("saved")
 
 
 def stop_itself(asked: int) -> None:
-    """A command whose process lands after the first signal, or never does and is asked twice."""
-    with supervised(lands=True) as workers:
-        worker = workers.start(land)
-        workers.let_land()
+    """A command whose process saves after the first signal."""
+    with supervised() as workers:
+        worker = workers.start(save)
+        workers.are_started()
         sys.stdout.write(f"{worker.receive()}\n")
         sys.stdout.flush()
         os.kill(os.getpid(), asked)
@@ -76,32 +75,32 @@ def go_on_whatever_comes(asked: int, is_command: bool) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_stop_signal_lets_processes_land_and_ends_a_program_but_a_command_by_its_exit_code(
+def test_a_stop_signal_lets_processes_save_and_ends_a_program_but_a_command_by_its_exit_code(
     number: int,
 ) -> None:
     for is_command, more, code in ((False, "", -number), (True, "SystemExit\nwent on\n", 0)):
         with Command(function=functools.partial(go_on_whatever_comes, number, is_command)) as program:
             shown, _ = program.communicate()
-        assert (shown, program.returncode) == (f"training\nlanded\n{more}", code)
+        assert (shown, program.returncode) == (f"training\nsaved\n{more}", code)
 
 
-def test_ctrl_c_lets_processes_land_and_is_raised_then() -> None:
+def test_ctrl_c_lets_processes_save_and_is_raised_then() -> None:
     with Command(function=functools.partial(stop_itself, signal.SIGINT)) as command:
         shown, complaint = command.communicate()
-    assert shown == "training\nlanded\n"
+    assert shown == "training\nsaved\n"
     assert complaint.endswith("KeyboardInterrupt\n")
 
 
-def never_land(pipe: Connection) -> None:
+def never_save(pipe: Connection) -> None:
     Stops()
     pipe.send("training")
     threading.Event().wait()
 
 
 def stop_twice(asked: int) -> None:
-    with supervised(lands=True) as workers:
-        workers.start(never_land).receive()
-        workers.let_land()
+    with supervised() as workers:
+        workers.start(never_save).receive()
+        workers.are_started()
         os.kill(os.getpid(), asked)
         sys.stdout.write("still there\n")
         sys.stdout.flush()
@@ -133,26 +132,6 @@ def test_workers_that_a_stop_signal_ends_while_they_start_are_not_replaced() -> 
         shown, complaint = command.communicate()
     assert (started, shown) == ({"0 runs\n", "1 runs\n"}, "")
     assert complaint.endswith("KeyboardInterrupt\n")
-
-
-def write_when_stopped(pipe: Connection, path: str) -> None:
-    stopped = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stopped.set())  # a mask would hold for this thread alone
-    pipe.send("ready")
-    stopped.wait()
-    Path(path).touch()
-
-
-def start_and_stop() -> None:
-    with supervised() as workers:
-        workers.start(write_when_stopped, str(Path("written").absolute())).receive()
-        raise SystemExit
-
-
-def test_a_command_that_is_stopped_waits_for_a_process_that_has_still_to_write() -> None:
-    with Command(function=start_and_stop) as command:  # which also ends the server that its ranks come from
-        assert command.communicate() == ("", "")
-    assert Path("written").exists()
 
 
 def end_with_7(pipe: Connection) -> None:

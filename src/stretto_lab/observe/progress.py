@@ -16,7 +16,7 @@ WINDOW = 20
 """Updates over which loss and rates are averaged: short enough to follow, long enough not to flicker."""
 LINE_SECONDS = 5.0
 """Seconds between two plain lines of updates; the first and the last update always get a line."""
-LANDING = "Stretto finishes and saves this update; a second stop ends at once"
+STOPPING = "Stretto finishes and saves this update; a second stop ends at once"
 """The text after a stop signal."""
 
 
@@ -81,7 +81,7 @@ class Progress(Observer):
     def _still(self) -> str:
         """Return the line that ends a silence."""
         if self._is_stopped():
-            return f"{LANDING}: {self._since_text()}"
+            return f"{STOPPING}: {self._since_text()}"
         if self._recent and self._shown_step != self._recent[-1].update.step:
             self._shown_step = self._recent[-1].update.step
             return self._line()

@@ -9,8 +9,7 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
@@ -30,8 +29,6 @@ FIRST = ("stretto_lab.train.orphan",)
 """Modules that the server imports before all others, so that it ends with a command that is killed meanwhile."""
 STOPS = (signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a command to end, besides Ctrl-C."""
-SAVING_SECONDS = 5.0
-"""Seconds that a process may take for its last writes after it is asked to end; then it is killed."""
 
 Given = TypeVar("Given")
 Found = TypeVar("Found")
@@ -66,23 +63,19 @@ class Worker:
 class Workers:
     """Starts processes, and ends them with its block.
 
-    Inside the block SIGTERM and SIGHUP raise SystemExit, as Ctrl-C raises KeyboardInterrupt, so that the block ends.
-    After the block they have their earlier effect.
-
-    Args:
-        preload: Modules that are imported once for all processes, in addition to `PRELOAD`.
+    A process that is stopped may finish its update and save (`Stops`) once all have been started; see `supervised`.
     """
 
     children = threading.Lock()
     """Guards this process's children: a start polls other children, and if two threads poll, only one receives the exit
     code."""
 
-    def __init__(self, *preload: str) -> None:
-        self._context = _context(preload)
+    def __init__(self) -> None:
+        self._context = _context()
         self._workers: list[Worker] = []
         self.stop_signal: int | None = None
-        """The received signal, if processes may finish their update."""
-        self._may_land = False
+        """The last one that has come."""
+        self._are_started = False
 
     def start(self, body: Callable[..., None], *args: Any) -> Worker:
         """Start a process that calls `body(pipe, *args)`; `body` must be importable, and `args` picklable."""
@@ -95,18 +88,14 @@ class Workers:
         self._workers.append(Worker(process, pipe))
         return self._workers[-1]
 
-    def let_land(self) -> None:
-        """Allow the processes to finish their update after a stop signal; before this call, the first signal ends them
-        at once.
-        """
-        self._may_land = True
+    def are_started(self) -> None:
+        """Hear that all processes have been started."""
+        self._are_started = True
 
-    def ask_to_land(self, number: int) -> None:
-        """Pass the first stop signal on to all processes, which may finish their update and save (`Stops`); the second
-        one raises.
-        """
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """Handle a stop signal: pass the first one on to all processes, and raise the second."""
         is_first, self.stop_signal = self.stop_signal is None, number
-        if not (is_first and self._may_land):
+        if not (is_first and self._are_started):
             self.raise_stop()
         for worker in self._workers:
             worker.process.terminate()
@@ -122,14 +111,6 @@ class Workers:
         if self.stop_signal is not None:
             raise SystemExit(128 + self.stop_signal)
 
-    def stop(self) -> None:
-        """Ask all processes to end, and wait for processes that delay the stop, for at most `SAVING_SECONDS`."""
-        for worker in self._workers:
-            worker.process.terminate()
-        deadline = time.monotonic() + SAVING_SECONDS
-        for worker in self._workers:
-            wait([worker.process.sentinel], max(0.0, deadline - time.monotonic()))
-
     def end(self) -> None:
         """Kill all processes that still run."""
         for worker in self._workers:
@@ -140,37 +121,42 @@ class Workers:
 
 
 @contextmanager
-def supervised(*preload: str, lands: bool = False) -> Iterator[Workers]:
+def supervised() -> Iterator[Workers]:
     """Yield `Workers`, and end all of them with the block.
 
-    Args:
-        preload: As in `Workers`.
-        lands: Whether to pass the first stop signal on, so that the processes may finish their update and save, and to
-            raise it after the block; the second signal ends all at once.
+    The first SIGTERM, SIGHUP or Ctrl-C is passed on, so that the processes may finish their update and save. When the
+    block has ended it is raised: Ctrl-C as KeyboardInterrupt, another with its earlier effect. A second one, or one
+    before all have been started, ends all at once.
     """
-    workers = Workers(*preload)
-    with _stopped_by_signals(workers if lands else None):
-        try:
-            yield workers
-            workers.raise_stop()
-        except (KeyboardInterrupt, SystemExit):
-            if not lands:
-                workers.stop()
-            _end_fork_server()
-            raise
-        except WorkerFailed:
-            workers.raise_stop()  # they were told to end
-            raise
-        finally:
-            workers.end()
+    workers = Workers()
+    handlers: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in _unhandled()}
+    if handlers and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        handlers[signal.SIGINT] = signal.default_int_handler
+    for number in handlers:
+        signal.signal(number, workers.stop)
+    try:
+        yield workers
+        workers.raise_stop()
+    except (KeyboardInterrupt, SystemExit):
+        _end_fork_server()
+        raise
+    except WorkerFailed:
+        workers.raise_stop()  # they were told to end
+        raise
+    finally:
+        workers.end()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if workers.stop_signal not in (None, signal.SIGINT):
+            signal.raise_signal(workers.stop_signal)
 
 
-def _context(preload: Sequence[str]) -> ForkServerContext:
-    """Return the method of starting processes: it forks them from a server that has imported their modules."""
+def _context() -> ForkServerContext:
+    """Return how processes are started: forked from a server that has imported what they need."""
     context = multiprocessing.get_context("forkserver")
     # The server ends with its thread.
     first = FIRST if threading.current_thread() is threading.main_thread() else ()
-    context.set_forkserver_preload([*first, *PRELOAD, *preload])
+    context.set_forkserver_preload([*first, *PRELOAD])
     return context
 
 
@@ -240,33 +226,6 @@ def stops_exit() -> Iterator[None]:
     finally:
         for number in before:
             signal.signal(number, signal.SIG_DFL)
-
-
-@contextmanager
-def _stopped_by_signals(landing: Workers | None) -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise SystemExit during the block, or first pass them and Ctrl-C to `landing`."""
-    before: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in _unhandled()}
-    if landing is not None and signal.getsignal(signal.SIGINT) is signal.default_int_handler and before:
-        before[signal.SIGINT] = signal.default_int_handler
-
-    came: list[int] = []
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        if landing is None:
-            exit_by(number, frame)
-        else:
-            landing.ask_to_land(number)
-
-    for number in before:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for stopped in set(came) - {signal.SIGINT}:
-            signal.raise_signal(stopped)
 
 
 def _end_fork_server() -> None:

@@ -49,7 +49,7 @@ def run_replaced(
     """
     running: dict[int, tuple[RankInfo, Worker]] = {}
     results: dict[int, T] = {}
-    with supervised(lands=True) as workers:
+    with supervised() as workers:
 
         def start(info: RankInfo, seat: int) -> None:
             info = dataclasses.replace(info, seat=seat)
@@ -58,7 +58,7 @@ def run_replaced(
         with waiting("starting the workers"):
             for seat, info in enumerate(infos):
                 start(info, seat)
-        workers.let_land()
+        workers.are_started()
         free, last = len(infos), len(infos) + restarts
         while running:
             ready = wait([worker.pipe for _, worker in running.values()])

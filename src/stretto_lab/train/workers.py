@@ -211,10 +211,10 @@ def run_workers(function: Callable[..., T], infos: Sequence[RankInfo], *args: An
     Raises:
         WorkerFailed: Names the rank that failed first, and the cause. All other processes have ended too.
     """
-    with supervised(lands=True) as workers:
+    with supervised() as workers:
         with waiting("starting the workers"):  # they import PyTorch anew
             started = {info.rank: workers.start(work, function, info, args) for info in infos}
-        workers.let_land()
+        workers.are_started()
         return _collect(started, infos[0])
 
 
