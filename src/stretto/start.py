@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from stretto.averaging import DivergingReplica, LocalReplica
-from stretto.averaging.worker import check_worker, exchange_inside, worker_of
+from stretto.averaging.worker import Worker, check_worker, exchange_inside
 from stretto.engine.accumulation import Accumulate, Accumulation, GradientBuffer
 from stretto.engine.agreement import agree, share_start
 from stretto.engine.comm_lane import CommLane, Weave
@@ -470,8 +470,7 @@ def _lane_of(
 def _kind_of_replica(ledger: Ledger, exchange: Exchange, inside: Exchange | None) -> Callable[..., Replica]:
     if not ledger.local:
         return functools.partial(DivergingReplica, probe=ledger.probe) if ledger.may_average else Replica
-    worker = worker_of(ledger, exchange, inside)
-    return functools.partial(LocalReplica, worker=worker, fragments=ledger.fragments)
+    return functools.partial(LocalReplica, worker=Worker(exchange, inside), fragments=ledger.fragments)
 
 
 def _interpreter(parts: Parts, ledger: Ledger, replica: Replica) -> GuardInterpreter | None:

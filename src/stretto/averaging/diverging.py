@@ -167,9 +167,11 @@ class DivergingReplica(Replica):
             )
         before = [] if probe is None else probe.at(self.sharded.masters)
         if not _alike(conditions) or len(finite) < len(conditions):
-            self._unite(
-                conditions, self._scratch if round is None else round.buffer.flats, state=effect.state
-            )
+            share = self._share(conditions)
+            if not share:  # what it holds of a replica that is not finite need not be either
+                self.sharded.optimizer.state.clear()
+            flats = self._scratch if round is None else round.buffer.flats
+            self._mean.unite(share, flats, state=effect.state or len(finite) < len(conditions))
             if not _are_finite(self.sharded.masters):
                 raise StateCorrupt(
                     f"{where}: the average of finite replicas is not finite: the exchange damaged it; "
@@ -212,12 +214,6 @@ class DivergingReplica(Replica):
         is_finite = conditions["is_finite"]
         return 1 / int(is_finite.sum()) if is_finite[self.exchange.rank] else 0.0
 
-    def _unite(self, conditions: NDArray[np.void], flats: Sequence[Tensor], *, state: bool) -> None:
-        share = self._share(conditions)
-        if not share:
-            self.sharded.optimizer.state.clear()
-        self._mean.unite(share, flats, state=state or not conditions["is_finite"].all())
-
     def _divergence(
         self, probe: GradientProbe, conditions: NDArray[np.void], before: Sequence[Tensor]
     ) -> Divergence:
@@ -230,7 +226,8 @@ class DivergingReplica(Replica):
             squares = sum(
                 torch.stack([(now - then).double().square().sum() for now, then in changed]).tolist()
             )
-            own = np.zeros(1, _probed(probe.numel))
+            probed = [("distance", "<f8"), ("gradient_norm", "<f8"), ("received", "<f4", (probe.numel,))]
+            own = np.zeros(1, np.dtype(probed))
             # On a random part of the coordinates a norm is that part's root of the whole.
             own["distance"] = math.sqrt(
                 squares * sum(piece.numel for piece in self.sharded.pieces) / probe.numel
@@ -248,11 +245,6 @@ class DivergingReplica(Replica):
             signal=probe.conclusion.signal,
             variance=probe.conclusion.variance,
         )
-
-
-def _probed(numel: int) -> np.dtype[np.void]:
-    """Return the layout of a rank's report of its probe."""
-    return np.dtype([("distance", "<f8"), ("gradient_norm", "<f8"), ("received", "<f4", (numel,))])
 
 
 def _are_finite(values: Sequence[Tensor]) -> bool:

@@ -33,7 +33,7 @@ from stretto.averaging.mean import ReplicaMean, Whole
 from stretto.averaging.outer import Fragment
 from stretto.averaging.reports import alone, completed, empty_report, news, with_news
 from stretto.averaging.weights import Weights
-from stretto.averaging.worker import WITHOUT_DATA, Worker, WorkersRound
+from stretto.averaging.worker import WITHOUT_DATA, Worker
 from stretto.engine.accumulation import Totals
 from stretto.engine.buffer_sync import BufferSync, at, average_buffers, moved, newest_at_rest
 from stretto.engine.buffers import Buffer, changes_of
@@ -49,15 +49,6 @@ from stretto.exchange import Exchange
 from stretto.flat import Slices
 from stretto.optimizer import ReducedGradient, ShardedOptimizer
 from stretto.strategies.contract import Land, Launch, Look, Moment
-
-
-@dataclasses.dataclass(slots=True)
-class SinceLaunch:
-    """What this rank has contributed since a fragment left last."""
-
-    used: bytearray
-    """One byte per parameter slot: used since then?"""
-    totals: Totals = dataclasses.field(default_factory=Totals)
 
 
 @dataclasses.dataclass(slots=True)
@@ -108,9 +99,14 @@ class LocalReplica(Replica):
         self.fragments: Sequence[Fragment | Whole] = [Whole(exchange, self._mean)]
         self._side_lane = self.runtime
         if self.has_anchor:
-            self.fragments = _cut(exchange, sharded, options, fragments)
+            buckets = range(len(sharded.masters))
+            self.fragments = parts = [
+                Fragment(exchange, sharded, buckets[first::fragments], options.wire_of_changes)
+                for first in range(fragments)
+            ]
+            anchors = [part.anchor_by_bucket for part in parts]
             # As good as the last mean: equal on all ranks.
-            self._mean.measure_from(_by_bucket(self.fragments))
+            self._mean.measure_from([anchors[i % fragments][i // fragments] for i in buckets])
             self._side_lane = choose_runtime(exchange.group, sharded.masters[0].device, overlaps=True)
             self.runtime = SideLaneRuntime(self.runtime, self._side_lane)
         self._under_way: Pending[FragmentTransfer] | None = None
@@ -118,14 +114,14 @@ class LocalReplica(Replica):
         self._last_left = self._left_at = 0  # which fragment has left last, and in which round
         self._weights = Weights(exchange.rank, exchange.world_size, len(self.fragments), len(sharded.masters))
         self._own_sums: Slices | None = None
-        self._since = self._nothing_yet()
+        self._begin_account()
         self._changed = b""
         """How the model's buffers differed from what ranks had agreed on in the last round."""
         self._vote = Vote.GO_ON
         """Of this rank, or of a node of shards, in that round."""
         self._asks = Asks.NOTHING
-        self._known: WorkersRound
-        """Of the round whose gradients came last."""
+        self._is_without_data = False
+        """Whether the data of this rank's worker had ended when gradients came last."""
 
     @property
     def performers(self) -> Mapping[type, Performer]:
@@ -136,12 +132,14 @@ class LocalReplica(Replica):
         """Take the gradients of this rank's worker, without a message to other workers."""
         exchange, progress = self.exchange, self.progress
         finite = round.look_at_gradients()  # before others' gradients are added
-        flats, feedback = round.buffer.flats, exchange.feedback
-        if feedback is not None:  # an earlier wire owes
-            flats = feedback.begin(flats, round.contribution.used)
-            for index in range(len(exchange.layout.buckets)):
-                feedback.add(index)
-        sums = self._own_gradient(flats)
+        flats = round.buffer.flats
+        # The buffer itself, where it is as wide as the masters.
+        if [flat.dtype for flat in flats] == [master.dtype for master in self.sharded.masters.flats]:
+            sums = self.sharded.owned.cut(flats)
+        else:
+            sums = self._own_sums = self._own_sums or self.sharded.new_sums()
+            for total, flat in zip(sums.flats, flats, strict=True):
+                total.copy_(flat)
         self._worker.add_up(flats, sums)
         measured = round.measured(finite, ReducedGradient(sums, 0.0, 0.0, b"").measure())
         own = round.report()
@@ -155,8 +153,7 @@ class LocalReplica(Replica):
         else:
             own = completed(own, measured)
         self._changed, self._vote, self._asks = own.changed, own.vote, own.asks
-        self._known = known = self._worker.look_at(round, own, self.where)
-        report, norm_squared = known.report, known.norm_squared
+        report, norm_squared, self._is_without_data = self._worker.look_at(round, own, self.where)
         gradient = ReducedGradient(sums, report.weight, norm_squared, report.used)
         skipped = self.is_left_out(report, norm_squared, ReplicaNonFinite)
         if skipped:
@@ -165,27 +162,18 @@ class LocalReplica(Replica):
             own = empty_report(len(gradient.used), own.changed, progress.step)
             report = alone(own, exchange.rank, exchange.world_size)
         else:
-            exchange.commit_residuals()
-            self._since.totals.add(own.totals)
-            self._since.used = bytearray(a | b for a, b in zip(self._since.used, own.used, strict=True))
+            self._totals.add(own.totals)
+            self._used = bytes(a | b for a, b in zip(self._used, own.used, strict=True))
         self.sync.diverge()
         return Reduction(gradient, report, {}, skipped, alone=True, met=False)
-
-    def _own_gradient(self, flats: Sequence[Tensor]) -> Slices:
-        """Return this rank's gradients: the buffer itself, where it is as wide as the masters."""
-        if [flat.dtype for flat in flats] == [master.dtype for master in self.sharded.masters.flats]:
-            return self.sharded.owned.cut(flats)
-        self._own_sums = self._own_sums or self.sharded.new_sums()
-        for total, flat in zip(self._own_sums.flats, flats, strict=True):
-            total.copy_(flat)
-        return self._own_sums
 
     # Performers
 
     def _look(self, _: Look, round: Round | None) -> Moment:
         # A worker whose data have ended launches at once and waits there: only departures let ranks agree on an end.
-        is_finishing = round is not None and self._known.is_without_data
-        in_flight_rounds = self.progress.round_index - self._left_at if self._is_under_way else None
+        is_finishing = round is not None and self._is_without_data
+        is_in_flight = self._under_way is not None or self._arrived is not None
+        in_flight_rounds = self.progress.round_index - self._left_at if is_in_flight else None
         return Moment(
             self.progress.round_index, self.sync.gap, is_finishing, in_flight_rounds=in_flight_rounds
         )
@@ -194,23 +182,23 @@ class LocalReplica(Replica):
         """Let a fragment leave; on a rank without data, wait for the others and take over where they are."""
         round = round_of(effect, round)
         buffers, changed = self._buffers(round)
-        own = self._since_launch(
-            dataclasses.replace(
-                round.report(),
-                vote=self._vote,
-                asks=self._asks,
-                changed=changed,
-                round_index=self.progress.round_index,
-                step=self.progress.step,
-                stepped=self.progress.stepped,
-            )
+        own = dataclasses.replace(
+            round.report(),
+            totals=self._totals,
+            used=self._used,
+            vote=self._vote,
+            asks=self._asks,
+            changed=changed,
+            round_index=self.progress.round_index,
+            step=self.progress.step,
+            stepped=self.progress.stepped,
         )
-        self._since = self._nothing_yet()
+        self._begin_account()
         self._last_left, self._left_at = effect.fragment, self.progress.round_index
         self.sync.fragment_launched()
         self.fragments[effect.fragment].load(effect, round.buffer.flats)
         self._under_way = self._side_lane.spawn(lambda: self._transfer(effect, own, round, buffers))
-        if self._known.is_without_data:
+        if self._is_without_data:
             transfer = self._arrive()
             self._left_at = transfer.round_index
             self.progress.wait_until(transfer.round_index)
@@ -235,7 +223,7 @@ class LocalReplica(Replica):
         )
         if has_waited:
             self._catch_up(transfer.report)
-        elif not self._known.is_without_data:
+        elif not self._is_without_data:
             self.progress.take_step()  # like every step of a rank that does not ask the others
         self._tell(transfer, round, has_waited=has_waited)
 
@@ -246,7 +234,10 @@ class LocalReplica(Replica):
     ) -> FragmentTransfer:
         fragment = self.fragments[launch.fragment]
         report = self._gather(fragment.exchange, own)
-        self._check_settings(report, round)
+        rounds = report.records["round_index"]
+        # A rank that came early has a schedule that is yet to be turned.
+        if (rounds == rounds.max()).all() and not report.settings_agree:
+            self.refuse_settings(round)
         averages = average_buffers(
             fragment.exchange, buffers, report.changed, report.micro_batches, round.first
         )
@@ -258,7 +249,7 @@ class LocalReplica(Replica):
             fragment=launch.fragment,
             has_left=share is not None,
             is_end=is_end,
-            round_index=int(report.records["round_index"].max()),
+            round_index=int(rounds.max()),
             report=report,
             snapshot=buffers,
             averages=averages,
@@ -277,7 +268,12 @@ class LocalReplica(Replica):
         planned = {index for index, ended in zip(rounds, is_without_data, strict=True) if not ended}
         # A rank without data comes early and waits; one that comes late has passed an average by.
         if len(planned) > 1 or (planned and max(rounds) > max(planned)):
-            found = ", ".join(map(_whereabouts, range(len(rounds)), rounds, is_without_data))
+            found = ", ".join(
+                f"rank {rank} settles or saves after round {~index}"
+                if index < 0
+                else f"rank {rank}{', which has no more data,' if ended else ''} averages in round {index}"
+                for rank, (index, ended) in enumerate(zip(rounds, is_without_data, strict=True))
+            )
             raise RanksDisagree(
                 f"rank {self.rank}, after step {own.step}: expected all ranks to average, settle or save in "
                 f"the same round, found that {found}: if the rate is a function, it must return the same on "
@@ -286,18 +282,7 @@ class LocalReplica(Replica):
             )
         return report
 
-    def _check_settings(self, report: RoundReport, round: Round) -> None:
-        rounds = report.records["round_index"]
-        # A rank that came early has a schedule that is yet to be turned.
-        if (rounds == rounds.max()).all() and not report.settings_agree:
-            self.refuse_settings(round)
-
     # What ranks know of each other
-
-    @property
-    def _is_under_way(self) -> bool:
-        """Whether a fragment is in flight."""
-        return self._under_way is not None or self._arrived is not None
 
     def _arrive(self) -> FragmentTransfer:
         """Wait for the fragment that is in progress, if one is, and return what the last one has brought."""
@@ -348,12 +333,10 @@ class LocalReplica(Replica):
         taken = round.buffers if has_waited or reduction.skipped else transfer.snapshot
         round.take_snapshot({index: taken[index] for index in transfer.averages})
 
-    def _since_launch(self, own: RankReport) -> RankReport:
-        """Return a report of all rounds since the last departure."""
-        return dataclasses.replace(own, totals=self._since.totals, used=bytes(self._since.used))
-
-    def _nothing_yet(self) -> SinceLaunch:
-        return SinceLaunch(bytearray(len(self.sharded.layout.slots)))
+    def _begin_account(self) -> None:
+        """Begin to count what this rank contributes until a fragment leaves again, and which parameters it uses."""
+        self._totals = Totals()
+        self._used: bytes = bytes(len(self.sharded.layout.slots))
 
     def _buffers(self, round: Round) -> tuple[list[Buffer], bytes]:
         """Return the model's buffers with the arrivals of this round, and a byte each: changed since they met?"""
@@ -424,7 +407,7 @@ class LocalReplica(Replica):
         """Take the present masters, alike on all ranks, for an average and for the anchor; nothing is in progress."""
         self._arrive()
         self._arrived = None
-        self._since = self._nothing_yet()
+        self._begin_account()
         self.sync.mark_synced(states=True)
         self._weights.begin_again()
         for fragment in self.fragments:
@@ -442,15 +425,19 @@ class LocalReplica(Replica):
         if self.has_anchor:
             replica["last_mean"] = None  # the anchor
         replica["since"] = {
-            **dataclasses.asdict(self._since),
-            "used": bytes(self._since.used),
+            "used": self._used,
+            "totals": dataclasses.asdict(self._totals),
             "rounds": self.sync.gap,
         }
+        trip = None
+        if (arrived := self._arrived) is not None:
+            trip = {field.name: getattr(arrived, field.name) for field in dataclasses.fields(arrived)}
+            trip["report"] = [record.tobytes() for record in arrived.report.records]
         replica["outer"] = {
             **self._weights.state_dict(),
             "fragments": [fragment.state_dict() for fragment in self.fragments],
             "is_apart": not self.sync.is_synced,
-            "trip": None if self._arrived is None else _packed(self._arrived),
+            "trip": trip,
         }
         return {"replica": replica}
 
@@ -461,13 +448,24 @@ class LocalReplica(Replica):
         replica = state["replica"]
         self._mean.load_state_dict(replica)
         since = replica["since"]
-        self._since = SinceLaunch(bytearray(since["used"]), Totals(**since["totals"]))
+        self._used, self._totals = bytes(since["used"]), Totals(**since["totals"])
         outer = replica["outer"]
         self._weights.load_state_dict(outer)
         for fragment, saved in zip(self.fragments, outer["fragments"], strict=True):
             fragment.load_state_dict(saved)
-        self._arrived = None if outer["trip"] is None else self._unpacked(outer["trip"])
-        self._left_at = 0 if self._arrived is None else self._arrived.round_index
+        self._arrived, self._left_at = None, 0
+        if (trip := outer["trip"]) is not None:
+            device = self.sharded.masters[0].device
+            slots, buffers = len(self.sharded.layout.slots), len(trip["snapshot"])
+            self._arrived = FragmentTransfer(
+                **{
+                    **trip,
+                    "report": RoundReport.unpack(trip["report"], slots, buffers),
+                    "snapshot": [at(value, device) for value in trip["snapshot"]],
+                    "averages": {index: at(value, device) for index, value in trip["averages"].items()},
+                }
+            )
+            self._left_at = self._arrived.round_index
         apart = SyncState.PARTIAL if self.has_anchor else SyncState.DIVERGING
         self.sync.resume(apart if outer["is_apart"] else SyncState.SYNCED, since["rounds"], states=False)
 
@@ -484,21 +482,11 @@ class LocalReplica(Replica):
         # Below zero: it must not be taken for the average of a rank that is somewhere else.
         own = dataclasses.replace(
             empty_report(len(self.sharded.layout.slots), changed, progress.step),
+            totals=self._totals,
+            used=self._used,
             round_index=~progress.round_index,
         )
-        return self._gather(self.exchange, self._since_launch(own))
-
-    def _unpacked(self, saved: Mapping[str, Any]) -> FragmentTransfer:
-        device = self.sharded.masters[0].device
-        slots, buffers = len(self.sharded.layout.slots), len(saved["snapshot"])
-        return FragmentTransfer(
-            **{
-                **saved,
-                "report": RoundReport.unpack(saved["report"], slots, buffers),
-                "snapshot": [at(value, device) for value in saved["snapshot"]],
-                "averages": {index: at(value, device) for index, value in saved["averages"].items()},
-            }
-        )
+        return self._gather(self.exchange, own)
 
 
 class SideLaneRuntime(RuntimeOver):
@@ -522,32 +510,3 @@ class SideLaneRuntime(RuntimeOver):
         """End both lanes after an error, without waiting."""
         super().leave()
         self.side.leave()
-
-
-def _cut(exchange: Exchange, sharded: ShardedOptimizer, options: Options, fragments: int) -> list[Fragment]:
-    buckets = range(len(sharded.masters))
-    return [
-        Fragment(exchange, sharded, buckets[first::fragments], options.wire_of_changes)
-        for first in range(fragments)
-    ]
-
-
-def _by_bucket(fragments: Sequence[Fragment]) -> list[Tensor]:
-    """Return the anchors of all fragments in the order of buckets."""
-    found = {
-        member: anchor
-        for fragment in fragments
-        for member, anchor in zip(fragment.members, fragment.anchor_by_bucket, strict=True)
-    }
-    return [found[index] for index in range(len(found))]
-
-
-def _whereabouts(rank: int, index: int, is_without_data: bool) -> str:
-    if index < 0:
-        return f"rank {rank} settles or saves after round {~index}"
-    return f"rank {rank}{', which has no more data,' if is_without_data else ''} averages in round {index}"
-
-
-def _packed(transfer: FragmentTransfer) -> dict[str, Any]:
-    fields = {field.name: getattr(transfer, field.name) for field in dataclasses.fields(transfer)}
-    return {**fields, "report": [record.tobytes() for record in transfer.report.records]}

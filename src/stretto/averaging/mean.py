@@ -43,7 +43,9 @@ class ReplicaMean:
         self._sharded = sharded
         self._layout: Layout = sharded.layout
         StateKinds(sharded).check_averages()
-        if any(self._is_narrow(index) for index in range(len(sharded.masters))):
+        sent = [exchange.wire.values.of(flat.accumulation_dtype).dtype for flat in self._layout.sets]
+        pairs = zip(self._layout.buckets, sharded.masters, strict=True)
+        if any(sent[bucket.set_index].itemsize < master.dtype.itemsize for bucket, master in pairs):
             self.last = [master.clone() for master in sharded.masters]
 
     def measure_from(self, anchor: list[Tensor]) -> None:
@@ -54,7 +56,7 @@ class ReplicaMean:
     def begin_again(self) -> None:
         """Take the present masters, alike on all ranks, for the last mean."""
         if self.last is not None:
-            _copy(self._sharded.masters, self.last)
+            torch._foreach_copy_(self.last, list(self._sharded.masters))
 
     def unite(self, share: Share, flats: Sequence[Tensor], *, state: bool) -> None:
         """Replace this rank's replica by the mean of all.
@@ -101,9 +103,9 @@ class ReplicaMean:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace this rank's replica."""
-        _copy(state["masters"], self._sharded.masters)
+        torch._foreach_copy_(list(self._sharded.masters), list(state["masters"]))
         if self.last is not None and state["last_mean"] is not None:
-            _copy(state["last_mean"], self.last)
+            torch._foreach_copy_(self.last, list(state["last_mean"]))
         device = self._sharded.masters[0].device
         adopt_states(
             self._sharded,
@@ -142,12 +144,6 @@ class ReplicaMean:
             torch._foreach_zero_(left_out)
         self._sharded.place(values, flats)
         self._exchange.all_reduce(flats, values, wire)
-
-    def _is_narrow(self, index: int) -> bool:
-        """Return whether bucket `index` is sent in fewer bits than its masters have."""
-        flat = self._layout.sets[self._layout.buckets[index].set_index]
-        sent = self._exchange.wire.values.of(flat.accumulation_dtype).dtype
-        return sent.itemsize < self._sharded.masters[index].dtype.itemsize
 
 
 class Whole:
@@ -191,7 +187,3 @@ class Whole:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load nothing."""
-
-
-def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    torch._foreach_copy_(list(targets), list(sources))

@@ -5,13 +5,11 @@ A worker is a rank alone, or all ranks of a node.
 Note [Inside a node]
     The ranks of a node add up the gradients of every round, in rank order and as wide as gradients accumulate, and
     gather a report of it. All that decides about the step follows from these: sum, weight, norm, which parameters are
-    used, whether everything is finite. So they hold the same masters in every round, to the bit. A rank whose data end
-    before those of its node continues with weight zero; the worker is without data when all its ranks are.
+    used, whether everything is finite. So they hold the same masters in every round, to the bit.
 
     The group is the node's own. No node waits for another, and a fragment may be sent on the job's group meanwhile.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -33,91 +31,61 @@ WITHOUT_DATA = (Vote.DATA_ENDED, Vote.PASS_LEFT, Vote.FINISHING)
 agree on an end."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class WorkersRound:
-    """What a worker knows of a round; the same on all its ranks."""
-
-    report: RoundReport
-    """Its ranks' records, and empty ones for all others."""
-    norm_squared: float
-    """Of the sum of its gradients."""
-    is_without_data: bool
-    """Whether the data of all its ranks have ended."""
-
-
 class Worker:
-    """A rank that steps alone.
+    """The ranks that step one replica alike.
 
     Args:
         exchange: Of the job.
+        inside: Among the ranks of the node; None for a rank that steps alone.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
+    def __init__(self, exchange: Exchange, inside: Exchange | None) -> None:
+        self._exchange, self._inside = exchange, inside
         self.ranks = [exchange.rank]
         """Of the job, in rising order."""
+        if inside is not None and exchange.inside is not None:
+            self.ranks = list(exchange.inside.ranks)
 
     @property
     def name(self) -> str:
         """Of this rank's replica in a checkpoint: only the same rank of the same worker can use it."""
-        return str(self.exchange.rank)
+        rank = str(self._exchange.rank)
+        return rank if self._inside is None else f"{rank} of {self.ranks[0]} to {self.ranks[-1]}"
 
     def add_up(self, flats: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
         """Sum `flats` over the worker's ranks into `sums`, which hold this rank's own values."""
+        if self._inside is not None:
+            self._inside.all_reduce(flats, sums)
 
-    def look_at(self, round: Round, own: RankReport, where: str) -> WorkersRound:
-        """Return what the worker's ranks know of a round once they have added up.
+    def look_at(self, round: Round, own: RankReport, where: str) -> tuple[RoundReport, float, bool]:
+        """Return what the worker's ranks know of a round, the same on all of them, once they have added up.
 
         Args:
             round: Of this rank.
             own: Its report.
             where: Rank and step, for messages.
-        """
-        report = alone(own, self.exchange.rank, self.exchange.world_size)
-        return WorkersRound(report, own.norm_squared, is_without_data=own.vote in WITHOUT_DATA)
 
-
-class Node(Worker):
-    """The ranks of one node, which step alike; see Note [Inside a node].
-
-    Args:
-        exchange: Of the job.
-        inside: Among the node's ranks.
-        ranks: Of the node.
-    """
-
-    def __init__(self, exchange: Exchange, inside: Exchange, ranks: Sequence[int]) -> None:
-        super().__init__(exchange)
-        self.ranks = list(ranks)
-        self._inside = inside
-
-    @property
-    def name(self) -> str:
-        """Of this rank's replica in a checkpoint."""
-        return f"{self.exchange.rank} of {self.ranks[0]} to {self.ranks[-1]}"
-
-    def add_up(self, flats: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
-        """Sum `flats` over the node's ranks into `sums`."""
-        self._inside.all_reduce(flats, sums)
-
-    def look_at(self, round: Round, own: RankReport, where: str) -> WorkersRound:
-        """Gather the reports of the node's ranks.
+        Returns:
+            The records of its ranks, with empty ones for all others; the squared norm of the sum of its gradients; and
+            whether the data of all its ranks have ended.
 
         Raises:
-            WorkerDisagrees: They would step with other settings.
+            WorkerDisagrees: The ranks would step with other settings.
         """
         inside = self._inside
+        if inside is None:
+            report = alone(own, self._exchange.rank, self._exchange.world_size)
+            return report, own.norm_squared, own.vote in WITHOUT_DATA
         records = inside.gather_bytes(RoundReport.pack(own))
-        self.exchange.take_account(inside)
+        self._exchange.take_account(inside)
         report = RoundReport.unpack(records, len(own.used), len(own.changed))
         if not report.settings_agree:
             texts = {"optimizer settings": round.settings(inside.layout)}
             agree(inside, texts, where, first=self.ranks[0], kind=WorkerDisagrees)
-        return WorkersRound(
-            among(report, self.ranks[0], self.exchange.world_size),
-            report.norm_squared(replicated=True),
-            is_without_data=all(vote in WITHOUT_DATA for vote in report.votes),
-        )
+        # A rank whose data end before those of its node continues with weight zero.
+        are_without_data = all(vote in WITHOUT_DATA for vote in report.votes)
+        of_job = among(report, self.ranks[0], self._exchange.world_size)
+        return of_job, report.norm_squared(replicated=True), are_without_data
 
 
 def check_worker(strategy: Strategy, ledger: Ledger, options: Options) -> None:
@@ -152,10 +120,3 @@ def exchange_inside(exchange: Exchange, failures: FailureDetector) -> Exchange |
     group = part_of(exchange.group, on_node, seconds)
     follow = failures.follow_among(on_node) if failures.orders_streams else None
     return Exchange(group, exchange.layout, FP32, failures.among(group, on_node), follow)
-
-
-def worker_of(ledger: Ledger, exchange: Exchange, inside: Exchange | None) -> Worker:
-    """Return the worker to which this rank belongs under a strategy; see `exchange_inside`."""
-    if ledger.by_node and inside is not None and exchange.inside is not None:
-        return Node(exchange, inside, exchange.inside.ranks)
-    return Worker(exchange)
