@@ -114,7 +114,8 @@ class LocalReplica(Replica):
         self._last_left = self._left_at = 0  # which fragment has left last, and in which round
         self._weights = Weights(exchange.rank, exchange.world_size, len(self.fragments), len(sharded.masters))
         self._own_sums: Slices | None = None
-        self._begin_account()
+        self._totals, self._used = Totals(), bytes(len(sharded.layout.slots))
+        """What it has contributed since a fragment was sent last; one byte per parameter slot: used since then?"""
         self._changed = b""
         """How the model's buffers differed from what ranks had agreed on in the last round."""
         self._vote = Vote.GO_ON
@@ -193,7 +194,7 @@ class LocalReplica(Replica):
             step=self.progress.step,
             stepped=self.progress.stepped,
         )
-        self._begin_account()
+        self._totals, self._used = Totals(), bytes(len(self._used))
         self._last_left, self._left_at = effect.fragment, self.progress.round_index
         self.sync.fragment_launched()
         self.fragments[effect.fragment].load(effect, round.buffer.flats)
@@ -333,11 +334,6 @@ class LocalReplica(Replica):
         taken = round.buffers if has_waited or reduction.skipped else transfer.snapshot
         round.take_snapshot({index: taken[index] for index in transfer.averages})
 
-    def _begin_account(self) -> None:
-        """Begin to count what this rank contributes until a fragment leaves again, and which parameters it uses."""
-        self._totals = Totals()
-        self._used: bytes = bytes(len(self.sharded.layout.slots))
-
     def _buffers(self, round: Round) -> tuple[list[Buffer], bytes]:
         """Return the model's buffers with the arrivals of this round, and a byte each: changed since they met?"""
         averages = round.reduction.buffer_means
@@ -407,7 +403,7 @@ class LocalReplica(Replica):
         """Take the present masters, alike on all ranks, for an average and for the anchor; nothing is in progress."""
         self._arrive()
         self._arrived = None
-        self._begin_account()
+        self._totals, self._used = Totals(), bytes(len(self._used))
         self.sync.mark_synced(states=True)
         self._weights.begin_again()
         for fragment in self.fragments:
