@@ -1,7 +1,7 @@
 """Stretto: data-parallel training that keeps every device busy and every replica honest.
 
-The parts of the library are imported when one of its names is first used, so that the command line can speak before
-PyTorch is there.
+A part of the library is imported when one of its names is first used, so that the command line can print before PyTorch
+is imported.
 """
 
 import importlib
@@ -76,16 +76,16 @@ __all__ = [
 ]
 
 _PACKAGES = ("checkpoint", "echo", "exchange", "groups", "guards", "integrations", "strategies")
-"""What programs use by its full name, as `stretto.checkpoint.save`."""
+"""Modules that programs use by their full names, as `stretto.checkpoint.save`."""
 _PARTS = (
     "parallel", "strategies", "guards", "echo", "engine", "noise", "records", "recorder", "groups",
     "errors", "survive",
 )  # fmt: skip
-"""Where the names above are found; `errors` is one itself."""
+"""Modules that define the public names; `errors` is itself a public name."""
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of the library; Python asks here for each one once."""
+    """Return a public name; Python calls this once for each."""
     if name in _PACKAGES:
         return importlib.import_module(f"stretto.{name}")
     if name not in __all__:

@@ -1,7 +1,7 @@
 """Checksums of tensors: a digest shows whether a tensor changed; sums of rows and columns show where, and by how
 much.
 
-Every function here reads a tensor's bytes, in the order of its elements. `digest` makes one 64-bit number of them.
+Every function here reads a tensor's bytes, in the order of its elements. `digest` hashes them to one 64-bit number.
 `Sums` reads them as 64-bit words, writes the words into a table with 4096 columns, and adds up each row and each
 column:
 
@@ -11,16 +11,16 @@ column:
      C0   C1   C2 |
 
 If the word w12 grows by d, then R1 and C2 grow by d and no other sum changes. So the sums show where the change is, and
-subtracting d from that word takes it back to the bit. Several changes can cancel: +d, -d, +d, -d in the corners of a
+subtracting d from that word restores it exactly. Several changes can cancel: +d, -d, +d, -d in the corners of a
 rectangle change no sum. The digest sees those too, so a `Checksum` keeps both.
 
 The sums are integer operations of torch: they run where the tensor is, and are equal on every device.
 
 Note [Digests on devices]
     In the host's memory a digest is xxh3 of the bytes, a number. On a device it is a hash of the `Sums`, and stays
-    there as a tensor: many can be taken, kept and compared while nothing waits, and `on_host` brings all requested
-    digests at once. Tensors that are alike are read there together, up to 64 MiB at a time: a model of many layers or
-    buckets takes hardly more kernels than a small one.
+    there as a tensor: many can be computed, kept and compared without a wait, and `on_host` copies all requested
+    digests at once. Tensors of equal size are read together, up to 64 MiB at a time, so a model with many layers or
+    buckets needs hardly more kernels than a small one.
 """
 
 import dataclasses
@@ -40,27 +40,26 @@ HOSTS = ("cpu",)
 """Types of devices whose memory the host reads directly."""
 WORD_BYTES = 8
 _COLUMNS = 4096
-"""Words in a row: 32 KiB, so that the sums of 64 MiB are 0.07 % of it."""
+"""Words in a row: 32 KiB, so the sums of 64 MiB are 0.07 % of its size."""
 _BYTES_TOGETHER = 2**26
-"""How much is read together on a device: enough to keep it busy. As much of its memory is taken meanwhile."""
+"""Bytes read together on a device: enough to keep it busy. This takes as much additional memory meanwhile."""
 _BYTES_IN_CACHE = 2**18
-"""How much is read together on the host."""
+"""Bytes read together on the host."""
 _NUMPY = frozenset({torch.float32, torch.float64, torch.int64, torch.uint8})
-"""Dtypes that NumPy has too: of such tensors it passes on the memory without a view of the bytes. Others are rare."""
+"""Dtypes that NumPy also has: their memory needs no view as bytes. Other dtypes are rare."""
 
 
 class Seeds(NamedTuple):
     """Seeds of rows: `first`, `first + step` and so on, modulo 2^64.
 
-    A seed says what a row is. Equal bytes have different digests under different seeds, so that an old or misplaced
-    row is not taken for the right one.
+    A seed identifies a row. Equal bytes have different digests under different seeds, so a stale or misplaced row is
+    not mistaken for the right one.
     """
 
     first: int = 0
     step: int = 0
 
     def of(self, row: int) -> int:
-        """Return the seed of a row."""
         return (self.first + row * self.step) % 2**64
 
 
@@ -77,15 +76,15 @@ def is_on_host(tensor: Tensor) -> bool:
 
 
 def digest(tensor: Tensor, seed: int = 0) -> int:
-    """Return xxh3 of a tensor's bytes, as a number below 2^64; it depends on every byte, its place, and the length.
+    """Return xxh3 of a tensor's bytes, a number below 2^64 that depends on every byte, its place, and the length.
 
-    Two different tensors have the same digest with a chance of about 2^-64. For a tensor that is not in the host's
-    memory it is a hash of the tensor's `Sums`, which miss some changes (docs/guards.md), and the host waits for it; so
-    only digests from one type of device can be compared.
+    Two different tensors have the same digest with a probability of about 2^-64. For a tensor on a device, the digest
+    is a hash of the tensor's `Sums`, which miss some changes (docs/guards.md), and the host waits for it. Only digests
+    from the same type of device can be compared.
 
     Args:
-        tensor: Of any dtype, shape and strides.
-        seed: A number for what the tensor is; see `Seeds`.
+        tensor: A tensor of any dtype, shape and strides.
+        seed: A number that identifies the tensor; see `Seeds`.
     """
     if is_on_host(tensor):
         return _xxh3(tensor, seed)
@@ -107,11 +106,11 @@ def digests(tensors: Sequence[Tensor]) -> list[Digest]:
 
 
 def digests_of_rows(content: Tensor, seeds: Seeds = _UNSEEDED) -> Digests:
-    """Return the digest of each row, where they are.
+    """Return the digest of each row, on the device of the rows.
 
     Args:
         content: `(rows, bytes)` uint8; rows may be apart.
-        seeds: Of the rows.
+        seeds: Seeds of the rows.
     """
     if is_on_host(content):
         rows = enumerate(content.numpy())
@@ -123,7 +122,7 @@ def on_host(numbers: Sequence[Digest | Digests]) -> list[int]:
     """Return digests, or any 64 bits, as numbers below 2^64; the host waits once for each device.
 
     Args:
-        numbers: Tensors are int64 or bool, of any shapes; elements come one after the other.
+        numbers: Numbers or tensors; tensors are int64 or bool, of any shape, and their elements follow each other.
     """
     by_device: dict[torch.device, dict[int, Tensor]] = defaultdict(dict)
     found: dict[int, list[int]] = {}
@@ -142,7 +141,7 @@ def on_host(numbers: Sequence[Digest | Digests]) -> list[int]:
 
 
 def hexadecimal(value: int) -> str:
-    """Return a digest in the form in which records show it: 16 digits."""
+    """Return a digest as 16 hexadecimal digits, the form in records."""
     return f"{value:016x}"
 
 
@@ -163,7 +162,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def words_of(content: Tensor) -> Tensor:
-    """Return uint8 values as int64 words: a view if length and address allow it, else a copy with zeros at its end.
+    """Return uint8 values as int64 words: a view if length and address allow it, else a copy padded with zeros.
 
     Args:
         content: `(bytes,)`, or `(rows, bytes)`.
@@ -178,7 +177,7 @@ def words_of(content: Tensor) -> Tensor:
 
 
 def _together(tensors: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """Yield tensors, given with their places, that are alike together: places, and bytes `(tensors, bytes)`."""
+    """Yield tensors of equal size and dtype together: their indices, and their bytes `(tensors, bytes)`."""
     alike: dict[tuple[torch.device, torch.dtype, torch.Size], list[tuple[int, Tensor]]] = defaultdict(list)
     for place, tensor in tensors:
         alike[tensor.device, tensor.dtype, tensor.shape].append((place, tensor))
@@ -203,7 +202,7 @@ def _xxh3(tensor: Tensor, seed: int = 0) -> int:
 
 
 def _sums_of(content: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums of bytes, `(..., bytes)`, as `Sums` says: `(..., rows)` and `(..., columns)`."""
+    """Return the row and column sums of bytes, `(..., bytes)`, as in `Sums`: `(..., rows)` and `(..., columns)`."""
     words = words_of(content)
     *apart, length = words.shape
     width = min(_COLUMNS, max(1, length))
@@ -219,7 +218,7 @@ def _sums_of(content: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Sums:
-    """Row and column sums of one tensor's words. A change within one word is certain to show."""
+    """Row and column sums of one tensor's words. They always detect a change within one word."""
 
     rows: Tensor
     """`(rows,)` int64."""
@@ -230,33 +229,33 @@ class Sums:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Sums":
-        """Take the sums of a tensor of any dtype, shape and strides."""
+        """Return the sums of a tensor of any dtype, shape and strides."""
         content = bytes_of(tensor)
         return cls(*_sums_of(content), content.numel())
 
 
 class Checksum(NamedTuple):
-    """Digest and sums of a tensor at one moment: they show later whether it has changed, and where."""
+    """Digest and sums of a tensor at one moment, which later show whether it has changed, and where."""
 
     digest: Digest
     together: Sums
-    """Of tensors that were read together, by row: cut only where somebody asks."""
+    """Sums of tensors that were read together, by row; split only on request."""
     row: int
 
     @property
     def sums(self) -> Sums:
-        """Of this tensor."""
+        """Sums of this tensor."""
         return Sums(self.together.rows[self.row], self.together.columns[self.row], self.together.num_bytes)
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Checksum":
-        """Take the checksum of a tensor now."""
+        """Return the checksum of a tensor now."""
         (found,) = checksums([tensor])
         return found
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[Checksum]:
-    """Take the checksum of each tensor now, without waiting for a device."""
+    """Return the checksum of each tensor now, without waiting for a device."""
     found = {}
     for places, content in _together(enumerate(tensors)):
         (rows, columns), length = _sums_of(content), content.size(1)
@@ -268,6 +267,8 @@ def checksums(tensors: Sequence[Tensor]) -> list[Checksum]:
 
 
 def compared(taken: Sequence[Checksum], tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return the digests of then and now, which differ where a tensor has changed; the host waits once per device."""
+    """Return the earlier and the present digest of each tensor, which differ if it has changed; the host waits once
+    per device.
+    """
     numbers = on_host([*(one.digest for one in taken), *digests(tensors)])
     return list(zip(numbers[: len(taken)], numbers[len(taken) :], strict=True))

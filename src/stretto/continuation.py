@@ -44,14 +44,14 @@ _TOTALS = tuple(field.name for field in dataclasses.fields(Totals))
 
 
 Loader: TypeAlias = Iterable[Any]
-"""One whose position can be saved: by its `state_dict` and `load_state_dict`, or by counting its batches."""
+"""A loader whose position can be saved: by its `state_dict` and `load_state_dict`, or by counting its batches."""
 
 
 def check_loader(loader: object) -> None:
     """Raise unless a loader's position can be saved; None is no loader.
 
     Raises:
-        ConfigError: It has no state, and does not begin again either.
+        ConfigError: It has no state and cannot be iterated again.
     """
     begins_again = isinstance(loader, Iterable) and not isinstance(loader, Iterator)
     if loader is not None and not has_state(loader) and (isinstance(loader, type) or not begins_again):
@@ -63,13 +63,13 @@ def check_loader(loader: object) -> None:
 
 
 class Continuation:
-    """Returns all of a job's state that the next job needs, and loads it there.
+    """Returns the whole state of a job that the next job needs, and loads it there.
 
     Args:
-        job: Of this rank.
-        feeding: Its batches.
-        options: Under which it works now.
-        scheduler: That the library steps; None if it steps none, or where the next job has the same.
+        job: This rank's job.
+        feeding: This rank's position in its data.
+        options: The job's options.
+        scheduler: The scheduler that the library steps; None for none, or if the next job has the same scheduler.
     """
 
     def __init__(self, job: Job, feeding: Feed, options: Options, scheduler: Any) -> None:
@@ -81,9 +81,9 @@ class Continuation:
         self._device = job.sharded.masters[0].device
 
     def write(self) -> State:
-        """Return the state that ranks hold together; all ranks must call.
+        """Return the state that ranks hold together; all ranks must call it.
 
-        This performs the next reduction now, and the running job continues with the result.
+        It performs the next reduction now, and the running job continues with the result.
         """
         compute = self.job.compute
         reduction = compute.reduce_early() if compute.has_round_ready else None
@@ -146,10 +146,10 @@ class Continuation:
     def blank(
         self, stored: Collection[str], world_size: int, *, same_strategy: bool, same_layout: bool
     ) -> State:
-        """Return what this rank can read of a checkpoint; all ranks must call.
+        """Return empty entries for the part of a checkpoint that this rank reads; all ranks must call it.
 
         Args:
-            stored: The names in it.
+            stored: The names of entries in the checkpoint.
             world_size: How many ranks wrote it.
             same_strategy: Whether this job can use the carry and the prediction.
             same_layout: Whether this job can use the replicas.
@@ -187,8 +187,8 @@ class Continuation:
         """Raise unless the saved state has this job's kinds of optimizer and scheduler; nothing has changed yet.
 
         Raises:
-            ForeignCheckpoint: Names both kinds.
-            TornCheckpoint: Something is missing.
+            ForeignCheckpoint: The kinds differ; the message names both.
+            TornCheckpoint: An entry is missing.
         """
         self._state.found_in(state)
         saved, own = state["job"].get("scheduler"), _kind_of(self._scheduler)
@@ -209,9 +209,10 @@ class Continuation:
         return place
 
     def load(self, state: State, *, goes_on: bool) -> None:
-        """Replace the job's state by `state`; all ranks must call.
+        """Replace the job's state by `state`; all ranks must call it.
 
-        The model shows what it showed then. Where this job publishes in another format, it shows that.
+        The model shows the same values as when the state was saved, or, if this job publishes in another format, the
+        masters in that format.
 
         Args:
             state: The saved state, after `unpack_entries`.
@@ -254,8 +255,8 @@ class Continuation:
         compute.began_again()
 
     def _blank_residuals(self, stored: Collection[str], world_size: int) -> State:
-        """Return blank entries for the residuals that this rank takes over: they are dealt one after another, so that
-        none is lost.
+        """Return empty entries for the residuals that this rank takes over: they are dealt in rotation, so that none
+        is lost.
         """
         exchange = self.job.exchange
         if exchange.feedback is None:
@@ -276,7 +277,7 @@ class Continuation:
         return {part: entries for part, entries in (("owed", of_ranks), ("debts", of_nodes)) if entries}
 
     def _residuals(self, state: State) -> list[dict[str, Tensor]]:
-        """Return what ranks, and nodes of shards, have yet to send of this rank's parameters or shards."""
+        """Return the residuals of this rank's parameters or shards, for the rank and for its node of shards."""
         slots = {slot.name: slot for slot in self._state.slots}
         found = []
         for residuals in state.get("owed", {}).values():
@@ -292,7 +293,7 @@ class Continuation:
         return found
 
     def _publish_anew(self, saved: Mapping[str, Any]) -> None:
-        """Show the masters as this job's owners publish them, where those that saved showed something else."""
+        """Show the masters as this job's owners publish them, if the saving job published in another format."""
         job = self.job
         if saved["published"] == self._published:
             return
@@ -305,7 +306,7 @@ class Continuation:
     def _estimate(self) -> list[Tensor]:
         """Return copies of the estimate with which training continues; empty where that is the committed parameters.
 
-        The model may show those for now: after the end of `feed`, or inside `settled`.
+        The model may show committed parameters meanwhile: after the end of `feed`, or inside `settled`.
         """
         model = self.job.compute.model
         with model.unsettled():
@@ -344,14 +345,12 @@ class Continuation:
         return self.job.replica.reduction(sums, report, buffer_means, skipped=described["skipped"])
 
     def _deal(self, records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-        """Deal the saved ranks' records to the running ranks one after another; records of nodes, if nodes hold
-        shards.
-        """
+        """Deal the saved ranks' records to the running ranks in rotation; records of nodes, if nodes hold shards."""
         world_size = self.job.exchange.world_size
         return [list(records[rank::world_size]) for rank in range(world_size)]
 
     def _buffers(self, saved: Collection[str]) -> dict[str, Tensor]:
-        """Return this rank's persistent buffers, except buffers that equal the commonly saved ones."""
+        """Return this rank's persistent buffers that differ from the commonly saved buffers."""
         buffer_sync = self.job.model.buffer_sync
         # Ranks that step alone save the mean of what they have.
         is_mean = self.job.replica.sync.steps_alone
@@ -364,10 +363,10 @@ class Continuation:
 
 
 def unpack_entries(state: State) -> None:
-    """Unpack what ranks have packed, instead.
+    """Unpack all packed entries in place.
 
     Raises:
-        UnsafeValue: It holds something that only pickle could read.
+        UnsafeValue: An entry contains an object that only pickle could read.
     """
     for into, key, name in places(state):
         # Bytes of the model and the optimizer are the user's own.
@@ -376,7 +375,7 @@ def unpack_entries(state: State) -> None:
 
 
 def places(state: State) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Yield of each entry of a state where it is, under which key, and its name."""
+    """Yield each entry of a state as its container, its key there, and its name."""
     for part, entries in state.items():
         if not isinstance(entries, dict):
             yield state, part, part
@@ -386,7 +385,6 @@ def places(state: State) -> Iterator[tuple[dict[str, Any], str, str]]:
 
 
 def _kind_of(scheduler: Any) -> str:
-    """Return the classes of a scheduler and of its parts."""
     inner = getattr(scheduler, "_schedulers", None) or getattr(scheduler, "members", ())
     return type(scheduler).__name__ + (f"({', '.join(map(_kind_of, inner))})" if inner else "")
 
@@ -400,7 +398,7 @@ def _rank_report(
 ) -> RankReport:
     """Combine the saved reports of several ranks into one; the result is empty if there are none.
 
-    A rank at the end of its data is there still if its pass continues. Other votes in the old job do not count now.
+    A rank at the end of its data stays there if its pass continues. Other votes of the old job no longer count.
     """
     is_exhausted = goes_on and any(record["is_exhausted"] for record in records)
     used = {name for record in records for name in record["used"]}

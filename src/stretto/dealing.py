@@ -1,7 +1,7 @@
-"""A state that ranks hold together, dealt out to the ranks that need it, from files or memory.
+"""Deals a state that ranks hold together out to the ranks that need it, from files or memory.
 
-What a rank has already does not move. What some rank lacks is sent over the group of the job that continues, one
-entry at a time, from the ranks that write it.
+Parts that a rank already has are not sent. Missing parts are sent over the group of the continuing job, one entry at a
+time, by the ranks that write them.
 """
 
 import dataclasses
@@ -21,9 +21,9 @@ from stretto.flat import PartedTensor, Range, Runs
 from stretto.share import Held, Kind, Kinds, read_share
 
 _ROUND_BYTES = 2**25
-"""Every rank has room for so much, a few times, on top of its state."""
+"""Bytes that one round sends; every rank has room for a few times this, on top of its state."""
 _SMALL_BYTES = 64
-"""About what a number takes."""
+"""Approximate bytes of a number."""
 
 T = TypeVar("T")
 
@@ -32,10 +32,10 @@ Gather = Callable[[bytes], Sequence[bytes]]
 
 
 def check_whole(missing: Sequence[str]) -> None:
-    """Check that nothing is missing.
+    """Raise unless nothing is missing.
 
     Raises:
-        TornCheckpoint: Something is.
+        TornCheckpoint: An entry is missing.
     """
     if missing:
         raise TornCheckpoint(
@@ -45,15 +45,15 @@ def check_whole(missing: Sequence[str]) -> None:
 
 
 class Holding:
-    """The state that all ranks of a group hold together, in any shares; all must make one, and read it.
+    """The state that all ranks of a group hold together, split in any way; all ranks must make and read it.
 
     Args:
-        shares: What this rank holds: one share as a rule, several where ranks have left, none on a rank that has come.
-        gather: Over the ranks of the job that continues.
-        round_bytes: What all ranks together send in one round at most, unless a value that cannot be cut has more.
+        shares: The shares on this rank: usually one, several if ranks have left, none on a new rank.
+        gather: Over the ranks of the continuing job.
+        round_bytes: Most bytes that all ranks together send in one round, unless a value that cannot be cut is larger.
 
     Raises:
-        CheckpointError: No rank holds anything, or ranks hold states of different jobs or updates.
+        CheckpointError: No rank has a share, or shares belong to different jobs or updates.
     """
 
     def __init__(self, shares: Sequence[Held], gather: Gather, round_bytes: int = _ROUND_BYTES) -> None:
@@ -70,9 +70,9 @@ class Holding:
         self.step, self.strategy, self.optimizer, self.world_size, self.layout = headers[0]
         kinds = {name: kind for found in told for *_, kinds in found for name, kind in kinds.items()}
         self.names = set(kinds)
-        """Every entry that some rank holds."""
+        """All entries that some rank holds."""
         self.model = {name: kind and Kind.from_json(kind) for name, kind in models(kinds).items()}
-        """What tensors the model's entries are."""
+        """The kind of tensor of each model entry."""
         num_bytes = sum(num_bytes for found in told for _, num_bytes, _ in found)
         # Checked before a tensor of that size is made.
         if any(kind is not None and kind.num_bytes > num_bytes for kind in self.model.values()):
@@ -82,10 +82,10 @@ class Holding:
             )
 
     def check(self, optimizer: str, model: State) -> None:
-        """Raise unless the state is of a job over such an optimizer and model.
+        """Raise unless the state belongs to a job with this optimizer and model.
 
         Raises:
-            ForeignCheckpoint: Says what differs.
+            ForeignCheckpoint: It does not; the message names the difference.
         """
         if optimizer != self.optimizer:
             raise ForeignCheckpoint(
@@ -118,7 +118,7 @@ class Holding:
 
         Args:
             state: What this rank needs; see `Continuation.blank`.
-            moves: Whether to take everything from the ranks that write it: other ranks continue.
+            moves: Whether to receive all parts from the ranks that write them, because other ranks continue.
         """
         wanted = {name: (into, key) for into, key, name in places(state)}
         lacking = sorted(name for name, place in wanted.items() if moves or not self._fill(name, *place))
@@ -136,7 +136,7 @@ class Holding:
         return [name for name, entry in arriving.items() if not entry.put()]
 
     def _fill(self, name: str, into: dict[str, Any], key: str) -> bool:
-        """Put an entry into its place, out of what this rank holds of it; return whether all of it is there."""
+        """Fill an entry from this rank's shares; return whether it is complete."""
         wanted = into[key]
         having = [share for share in self._shares if name in share.entries]
         if not isinstance(wanted, PartedTensor):
@@ -159,7 +159,7 @@ class Holding:
         return False
 
     def _batches(self, share: Held, names: Sequence[str]) -> Iterator[Held]:
-        """Yield what a share has written of some entries, as much at a time as may be sent."""
+        """Yield parts of some entries that a share writes, each within the limit of bytes."""
         batch: dict[str, Any] = {}
         size = 0
         for name in names:
@@ -185,7 +185,7 @@ class Holding:
 
 
 def in_order(parts: Iterable[Sequence[tuple[int, Tensor]]]) -> list[tuple[int, Tensor]]:
-    """Return the runs of several parts of a tensor by their place. `Runs.run` needs that no run is inside another."""
+    """Return the runs of several parts of a tensor in order. `Runs.run` requires that no run contains another."""
     found: list[tuple[int, Tensor]] = []
     for first, run in sorted(chain.from_iterable(parts), key=lambda one: (one[0], -one[1].numel())):
         if not found or first + run.numel() > found[-1][0] + found[-1][1].numel():
@@ -194,13 +194,13 @@ def in_order(parts: Iterable[Sequence[tuple[int, Tensor]]]) -> list[tuple[int, T
 
 
 def models(entries: Mapping[str, T]) -> dict[str, T]:
-    """Return those of a state's entries that are the model's, by their names there."""
+    """Return the model's entries of a state, by their names in the model."""
     prefix = "model."
     return {name.removeprefix(prefix): one for name, one in entries.items() if name.startswith(prefix)}
 
 
 def kinds_of(model: State) -> Kinds:
-    """Return what tensors the entries of a model are."""
+    """Return the kinds of tensors of a model's entries."""
     return {
         name: Kind(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
         for name, value in model.items()
@@ -208,7 +208,7 @@ def kinds_of(model: State) -> Kinds:
 
 
 def differences(saved: Kinds, model: Kinds) -> list[str]:
-    """Describe the differences between the entries of a saved model and of this model."""
+    """Describe the differences between a saved model's entries and this model's entries."""
     found = [
         *(f"{name!r} is missing in the checkpoint" for name in model.keys() - saved.keys()),
         *(f"{name!r} is not in the model" for name in saved.keys() - model.keys()),
@@ -225,7 +225,7 @@ def check_model(saved: Kinds, model: Kinds) -> None:
     """Raise unless a saved model has the entries of this one.
 
     Raises:
-        ForeignCheckpoint: Says what differs.
+        ForeignCheckpoint: They differ; the message names the differences.
     """
     if found := differences(saved, model):
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
@@ -236,7 +236,7 @@ def check_model(saved: Kinds, model: Kinds) -> None:
 
 
 def _told(kinds: Kinds) -> dict[str, Any]:
-    """Return the names, and the kinds of the model's entries: modules may have to take them before they load."""
+    """Return the names, and the kinds of the model's entries: modules may need them before they load."""
     return {
         name: kind.as_json() if kind is not None and name.startswith("model.") else None
         for name, kind in kinds.items()
@@ -244,7 +244,7 @@ def _told(kinds: Kinds) -> dict[str, Any]:
 
 
 def _pieces(entry: Any, most_bytes: int) -> Iterator[Any]:
-    """Yield what a rank writes of an entry in pieces of so many bytes at most, or of one element; a value is whole."""
+    """Yield a rank's part of an entry in pieces of at most so many bytes, or of one element; a value is not cut."""
     if not isinstance(entry, Runs):
         yield entry
         return
@@ -257,7 +257,7 @@ def _pieces(entry: Any, most_bytes: int) -> Iterator[Any]:
 
 
 class _Arriving:
-    """An entry that comes from other ranks, piece by piece."""
+    """An entry that arrives from other ranks in pieces."""
 
     def __init__(self, into: dict[str, Any], key: str) -> None:
         self._into, self._key = into, key
@@ -267,7 +267,7 @@ class _Arriving:
         self._found: list[Any] = []
 
     def take(self, piece: Any) -> None:
-        """Take the part of it that a rank has written; of a value that several have written, the first rank's."""
+        """Take a rank's part of the entry; of a value that several ranks wrote, take the first."""
         runs = self._runs
         if runs is None or not isinstance(piece, Runs):
             self._fits &= runs is None and not isinstance(piece, Runs)
@@ -279,7 +279,7 @@ class _Arriving:
                 self._found.append((start, run[start - first : stop - first].clone()))
 
     def put(self) -> bool:
-        """Put it into its place, and return whether all of it has come."""
+        """Write the entry to its place, and return whether it was complete."""
         if self._runs is not None:
             return self._fits and self._runs.fill(in_order([self._found]))
         if self._fits and self._found:
@@ -288,7 +288,7 @@ class _Arriving:
 
 
 def _overlaps(first: int, run: Tensor, wanted: Sequence[Range]) -> list[Range]:
-    """Return what of some ranges, in order, a run has."""
+    """Return the parts of some ranges, in order, that a run covers."""
     last, found = first + run.numel(), []
     for start, stop in wanted[max(0, bisect_right(wanted, first, key=lambda one: one[0]) - 1) :]:
         if start >= last:

@@ -1,7 +1,7 @@
-"""Files and folders that are replaced whole: a reader sees the old one or the new one, never half of one.
+"""Files and folders that are replaced as a whole: a reader sees the old or the new content, never half of it.
 
-And read only where they are files: reading a pipe or a device may never end. Files with a state are made for this
-user alone: a state is as good as the model.
+Only regular files are read: reading a pipe or a device may never end. Files with a state are readable only by this
+user, because a state reveals the model.
 """
 
 import contextlib
@@ -19,18 +19,18 @@ from stretto.errors import ConfigError, DiskError, StrettoError
 from stretto.fields import shown
 
 UNFINISHED = ".unfinished"
-"""Ends the name of a file that is being written, or was when its process died."""
+"""Suffix of a file that is being written, or whose writer has died."""
 
 
 def folder_of(given: object, argument: str) -> Path:
-    """Return the path of a folder that a program has given.
+    """Return the path of a folder that a program passed.
 
     Args:
         given: The argument.
         argument: Its name, for messages.
 
     Raises:
-        ConfigError: It is no path.
+        ConfigError: It is not a path.
     """
     try:
         path = Path(given)  # type: ignore[arg-type]  # is it one?
@@ -43,15 +43,15 @@ def folder_of(given: object, argument: str) -> Path:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder for this user alone, unless it is there."""
+    """Make a folder that only this user can read, unless it exists."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def new_file(path: Path) -> BinaryIO:
-    """Make a file for this user alone, and open it for writing.
+    """Make a file that only this user can read, and open it for writing.
 
     Raises:
-        OSError: There is something of that name, or no room.
+        OSError: A file of that name exists, or there is no room.
     """
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
@@ -73,10 +73,10 @@ def doubt(path: Path) -> str | None:
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make a file, and give it the name `path` in one moment; makes the folder where there is none.
+    """Let `write` make a file, then rename it to `path` in one step; makes the folder if it does not exist.
 
     Raises:
-        DiskError: It cannot be written; `path` is what it was.
+        DiskError: It cannot be written; `path` is unchanged.
     """
     unfinished = path.with_name(path.name + UNFINISHED)
     with writing_to(path):
@@ -93,7 +93,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def replace_folder(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make a folder, and give it the name `path` once it is whole; the old folder is removed before.
+    """Let `write` make a folder, then rename it to `path` once it is complete; the old folder is removed first.
 
     Raises:
         DiskError: It cannot be written.
@@ -111,7 +111,7 @@ def read_whole(path: Path, most_bytes: int | None = None) -> bytes:
     """Return the content of a file.
 
     Raises:
-        OSError: It cannot be read, is no file, or has more bytes.
+        OSError: It cannot be read, is not a regular file, or has more bytes.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is no file")
@@ -121,10 +121,10 @@ def read_whole(path: Path, most_bytes: int | None = None) -> bytes:
 
 
 def mapped(path: Path) -> memoryview:
-    """Return the content of a file, in its own memory: who cuts the file meanwhile ends this process by a SIGBUS.
+    """Return the content of a file as mapped memory: if another process truncates the file, a SIGBUS ends this process.
 
     Raises:
-        OSError: It cannot be read, or is no file.
+        OSError: It cannot be read, or is not a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -141,10 +141,10 @@ def mapped(path: Path) -> memoryview:
 
 @contextmanager
 def writing_to(path: Path) -> Iterator[None]:
-    """Say in one line which file or folder could not be written, and why.
+    """Raise a one-line error that names the file or folder that could not be written, and the cause.
 
     Raises:
-        DiskError: An error of the system, or of PyTorch, left the block.
+        DiskError: The block raised an error of the system or of PyTorch.
     """
     try:
         yield
@@ -156,7 +156,7 @@ def writing_to(path: Path) -> Iterator[None]:
 
 
 def _full(path: Path, error: Exception) -> str:
-    """Return why PyTorch could not write: it does not say that a disk is full."""
+    """Return why PyTorch could not write, since its error does not say that a disk is full."""
     found = os.statvfs(path.parent)
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     return f"{text} ({found.f_bavail * found.f_frsize} bytes are free there)"

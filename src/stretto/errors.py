@@ -54,7 +54,7 @@ class StrettoError(Exception):
     """Root of the tree: `except StrettoError` catches everything the library raises on purpose."""
 
     def __str__(self) -> str:
-        """Return the message; what it quotes of other ranks and of file names cannot steer a terminal."""
+        """Return the message; text from other ranks and file names in it cannot control a terminal."""
         return printable(super().__str__())
 
 
@@ -63,11 +63,11 @@ class ConfigError(StrettoError, ValueError):
 
 
 class UnknownName(ConfigError):
-    """A name (recipe, strategy, field) that does not exist; the message lists those that do."""
+    """A name (recipe, strategy, field) that does not exist; the message lists the existing names."""
 
 
 class MissingExtra(ConfigError, ImportError):
-    """An optional dependency is needed and not installed; the message names the install command."""
+    """An optional dependency is missing; the message gives the install command."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs {package}: pip install 'stretto[{extra}]'")
@@ -86,19 +86,19 @@ class RanksDisagree(ConfigError):
 
 
 class WorkerDisagrees(RanksDisagree):
-    """Settings differ between the ranks of a node that step one replica together; the other ranks get the error too."""
+    """Settings differ between the ranks of a node that step one replica together; ranks of other nodes raise it too."""
 
 
 class UsageError(StrettoError, ValueError):
-    """A call came in an order, or touched state, that would corrupt the run."""
+    """A call in an order, or a change of state, that would corrupt the run."""
 
 
 class LossNotScalar(UsageError):
-    """`backward` was given something other than a one-element floating-point loss."""
+    """`backward` received a loss that is not a one-element floating-point tensor."""
 
 
 class StepWithoutBackward(UsageError):
-    """`step` was called although no gradient arrived since the last one."""
+    """`step` was called without a gradient since the last step."""
 
 
 class GradientsTouched(UsageError):
@@ -114,7 +114,7 @@ class OptimizerStepped(UsageError):
 
 
 class EstimateShown(UsageError):
-    """Committed parameters were asked for while the model shows an estimate."""
+    """A call needs committed parameters, but the model shows an estimate."""
 
 
 class Finished(UsageError):
@@ -126,7 +126,7 @@ class OutOfTurn(UsageError):
 
 
 class BatchChanged(UsageError):
-    """A batch that is to be used again was written in place."""
+    """A batch was written in place before its next use."""
 
 
 class UnusedParameters(UsageError):
@@ -134,11 +134,11 @@ class UnusedParameters(UsageError):
 
 
 class NonFinite(StrettoError, ArithmeticError):
-    """A loss or a gradient is not finite; the message names ranks and step."""
+    """A loss or a gradient is not finite; the message names the ranks and the step."""
 
 
 class ReplicaNonFinite(NonFinite):
-    """A loss or a gradient of a worker that steps alone is not finite; the other ranks get the error too."""
+    """A loss or a gradient of a worker that steps alone is not finite; the other ranks raise it too."""
 
 
 class CommunicationError(StrettoError, RuntimeError):
@@ -146,11 +146,11 @@ class CommunicationError(StrettoError, RuntimeError):
 
 
 class PeerFailed(CommunicationError):
-    """Another rank died or raised; the message has the cause if that rank has reported one.
+    """Another rank died or raised an error; the message includes the cause if that rank reported one.
 
     Args:
-        message: For people.
-        ranks: Those that are gone, where this rank has found it out alone.
+        message: The text of the error.
+        ranks: The dead ranks, if this rank found them itself.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
@@ -162,8 +162,8 @@ class PeerSilent(CommunicationError, TimeoutError):
     """Another rank stopped answering within the timeout.
 
     Args:
-        message: For people.
-        ranks: Those that do not answer, where that is known.
+        message: The text of the error.
+        ranks: The silent ranks, if known.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
@@ -172,12 +172,12 @@ class PeerSilent(CommunicationError, TimeoutError):
 
 
 class LeftOut(CommunicationError):
-    """The others have agreed to continue without this process, or the job has ended.
+    """The other ranks have agreed to continue without this process, or the job has ended.
 
     Args:
-        message: For people.
+        message: The text of the error.
         is_over: Whether the job has ended, so that no process can join.
-        is_asked: Whether this process has left on request.
+        is_asked: Whether this process left on request.
     """
 
     def __init__(self, message: str, *, is_over: bool = False, is_asked: bool = False) -> None:
@@ -186,10 +186,10 @@ class LeftOut(CommunicationError):
 
 
 class CorruptionError(StrettoError, RuntimeError):
-    """Values changed where nothing may change them: beyond repair, or too often.
+    """Values were corrupted, beyond repair or too often.
 
     Args:
-        message: For people.
+        message: The text of the error.
         ranks: The ranks to which the damage is attributed, if known.
         links: Sender and receiver of damaged links.
         incidents: The incidents that led to it, each a `stretto.Incident`.
@@ -210,19 +210,19 @@ class CorruptionError(StrettoError, RuntimeError):
 
 
 class TransferCorrupt(CorruptionError):
-    """A transfer was repeated as often as allowed and always arrived damaged; names sender and link."""
+    """A transfer was repeated as often as allowed and always arrived damaged; the message names sender and link."""
 
 
 class StateCorrupt(CorruptionError):
-    """Masters or optimizer state are damaged beyond repair; names rank and tensor."""
+    """Masters or optimizer state are damaged beyond repair; the message names rank and tensor."""
 
 
 class ReplicasDiverged(CorruptionError):
-    """Replicas differ and no majority of ranks says who is right."""
+    """Replicas differ, and no majority of ranks shows which is right."""
 
 
 class Quarantined(CorruptionError):
-    """Damage was attributed to one rank or link as often as allowed; all damage is repaired."""
+    """Damage was attributed to the same rank or link as often as allowed; all of it was repaired."""
 
 
 class NoWayOn(CommunicationError):
@@ -231,15 +231,15 @@ class NoWayOn(CommunicationError):
     def __init__(self, what: str, rows: Sequence[object]) -> None:
         super().__init__("\n  ".join([what, *map(str, rows)]))
         self.rows = tuple(rows)
-        """What each rank does, in rank order: `stretto_lab.virtual.RankStatus`."""
+        """The state of each rank, in rank order: `stretto_lab.virtual.RankStatus`."""
 
 
 class CollectivesDisagree(NoWayOn):
-    """Ranks came to one collective with different operations, sizes, dtypes or roots."""
+    """Ranks called one collective with different operations, sizes, dtypes or roots."""
 
 
 class Deadlock(NoWayOn):
-    """No rank can continue: each one waits for another, or for one that has returned."""
+    """No rank can continue: each waits for another rank, or for a rank that has returned."""
 
 
 class CheckpointError(StrettoError, RuntimeError):
@@ -255,15 +255,15 @@ class ForeignCheckpoint(CheckpointError):
 
 
 class UnsafeValue(StrettoError, ValueError):
-    """Bytes from a file or another rank that only pickle could read, or a value that would be written as such."""
+    """Bytes from a file or another rank that only pickle could read, or a value that only pickle could write."""
 
 
 class DiskError(StrettoError, OSError):
-    """A file cannot be written; names it and the cause."""
+    """A file cannot be written; the message names it and the cause."""
 
 
 class OutputClosed(StrettoError, OSError):
-    """The reader of a command's output is gone: a pipe's reader has ended, or a terminal was closed."""
+    """The reader of a command's output is gone: the reader of a pipe has ended, or a terminal was closed."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -273,11 +273,11 @@ class OutputClosed(StrettoError, OSError):
 
 
 class WorkerFailed(StrettoError, RuntimeError):
-    """A local worker process ended with an error; the message carries its rank and cause.
+    """A local worker process ended with an error; the message names its rank and the cause.
 
     Args:
-        message: For people.
-        damages: What workers raised because of damaged values.
+        message: The text of the error.
+        damages: The errors that workers raised because of damaged values.
     """
 
     def __init__(self, message: str, damages: Sequence[CorruptionError] = ()) -> None:
@@ -286,4 +286,4 @@ class WorkerFailed(StrettoError, RuntimeError):
 
 
 class ConformanceFailed(StrettoError, AssertionError):
-    """A clean job failed, or guards changed it; the message has the expected and the found value."""
+    """A clean job failed, or guards changed it; the message gives the expected and the found value."""

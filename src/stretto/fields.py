@@ -21,26 +21,26 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from stretto.errors import ConfigError, UnknownName
 
 Readers = Mapping[Any, Callable[[str], Any]]
-"""Readers of types that have their own text form, by type."""
+"""By type: readers of types that have their own text form."""
 
 _NO_READERS: Readers = MappingProxyType({})
 _SHOWN_CHARACTERS = 80
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean 'skip'?" where one of `known` is close to `word`, in any case, and otherwise nothing."""
+    """Return "; did you mean 'skip'?" if one of `known` is close to `word`, ignoring case, and otherwise ""."""
     by_text = {one.lower(): one for one in known}
     close = difflib.get_close_matches(word.lower(), by_text, n=1)
     return f"; did you mean {by_text[close[0]]!r}?" if close else ""
 
 
 def unknown_name(sentence: str, name: str, known: Collection[str]) -> UnknownName:
-    """Return the error that says which names there are, and which of them is close.
+    """Return the error that lists the existing names, and the closest one.
 
     Args:
-        sentence: What comes before the name, such as "no guard is called".
-        name: As the user wrote it.
-        known: All that exist.
+        sentence: The words before the name, such as "no guard is called".
+        name: The name that the user wrote.
+        known: All existing names.
     """
     listed = ", ".join(known) or "none"
     return UnknownName(f"{sentence} {name!r}; there are {listed}{did_you_mean(name, known)}")
@@ -48,7 +48,7 @@ def unknown_name(sentence: str, name: str, known: Collection[str]) -> UnknownNam
 
 @functools.cache
 def field_types(kind: type) -> Mapping[str, Any]:
-    """Return the type of every field that the maker of a record may set, in order; strings are resolved."""
+    """Return the type of every field that the constructor of a record accepts, in order; strings are resolved."""
     hints = get_type_hints(kind)
     return MappingProxyType(
         {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
@@ -58,11 +58,11 @@ def field_types(kind: type) -> Mapping[str, Any]:
 def check_fields(record: Any) -> None:
     """Raise unless every field holds a value of its type; the first line of a record's `__post_init__`.
 
-    An integer may stand where a float is expected. A bool is no number, and a list is no tuple.
+    An integer is accepted as a float. A bool is not accepted as a number, nor a list as a tuple.
 
     Raises:
-        ConfigError: Names the record, the field, the found and the expected value, and the word that was probably
-            meant.
+        ConfigError: A value has another type; the message names the record, the field, the found and the expected
+            value, and the closest word.
     """
     for name, kind in field_types(record.__class__).items():
         value = getattr(record, name)
@@ -77,7 +77,7 @@ def check_at_least(record: Any, **minima: float) -> None:
     """Raise unless fields are None or at least the minimum given for them; NaN is below every minimum.
 
     Raises:
-        ConfigError: Names the field and its value.
+        ConfigError: A value is below its minimum; the message names the field.
     """
     for name, minimum in minima.items():
         found = getattr(record, name)
@@ -92,10 +92,10 @@ def split_settings(text: str) -> tuple[str, dict[str, str]]:
 
 
 def named_settings(text: str, kinds: Iterable[str]) -> dict[str, str]:
-    """Return the values by key, as `split_settings` does; a number that comes first belongs to the first of `kinds`.
+    """Return the values by key, as `split_settings` does; a number without a key belongs to the first of `kinds`.
 
     Raises:
-        ConfigError: That one has a value under its name, too.
+        ConfigError: That field also has a value under its name.
     """
     _, settings = split_settings(text)
     number, key = next(iter(settings), ""), next(iter(kinds), "")
@@ -112,9 +112,9 @@ def read_settings(text: str, kinds: Mapping[str, Any], readers: Readers = _NO_RE
     """Return the values that "name:key=value..." sets, by key.
 
     Args:
-        text: Of one record; its name is not looked at.
-        kinds: The keys that exist, and the type of each.
-        readers: Of types with their own text form.
+        text: The text of one record; its name is ignored.
+        kinds: The existing keys, and the type of each.
+        readers: Readers of types with their own text form.
 
     Raises:
         UnknownName: A key does not exist.
@@ -136,14 +136,14 @@ def read_record(what: str, text: str, kinds: Mapping[str, Any], readers: Readers
     """Return the record that "name:key=value..." describes.
 
     Args:
-        what: What such a record is, for messages: "guard".
-        text: As the user wrote it.
-        kinds: The records that exist, by name.
-        readers: Of types with their own text form.
+        what: The kind of record, for messages: "guard".
+        text: The user's text.
+        kinds: The existing records, by name.
+        readers: Readers of types with their own text form.
 
     Raises:
         UnknownName: The name or a key does not exist.
-        ConfigError: A value cannot be read, or cannot be.
+        ConfigError: A value cannot be read, or is not allowed.
     """
     name, _ = split_settings(text)
     if name not in kinds:
@@ -152,17 +152,17 @@ def read_record(what: str, text: str, kinds: Mapping[str, Any], readers: Readers
 
 
 def read_value(text: str, kind: Any, readers: Readers = _NO_READERS) -> Any:
-    """Return the value of type `kind` that `text` stands for.
+    """Return the value of type `kind` that `text` describes.
 
-    A bool is "on" or "off", None is "None". Of a union the first type that can read the text is taken.
+    A bool is "on" or "off", None is "None". In a union, the first type that can read the text wins.
 
     Args:
-        text: As the user wrote it.
-        kind: A field's type: None, bool, int, float, str, Literal, a union of these, or one with a reader.
-        readers: Of types with their own text form.
+        text: The user's text.
+        kind: The field's type: None, bool, int, float, str, Literal, a union of these, or a type with a reader.
+        readers: Readers of types with their own text form.
 
     Raises:
-        ConfigError: Names the expected values.
+        ConfigError: The text cannot be read; the message names the expected values.
     """
     members = (kind,) if kind in readers else _members(kind)
     for member in members:
@@ -191,20 +191,20 @@ _TEXT_NAMES = {**_NAMES, bool: "on or off"}
 
 
 def _members(kind: Any) -> tuple[Any, ...]:
-    """Return the types of a union, None first; another type is alone."""
+    """Return the types of a union, None first; for another type, only that type."""
     if get_origin(kind) not in (Union, UnionType):
         return (kind,)
     return tuple(sorted(get_args(kind), key=lambda member: member is not NoneType))
 
 
 def _words(kind: Any) -> list[str]:
-    """Return the words that a field of this type takes."""
+    """Return the words that a field of this type accepts."""
     literals = [member for member in _members(kind) if get_origin(member) is Literal]
     return [str(word) for literal in literals for word in get_args(literal)]
 
 
 def _described(members: Sequence[Any], names: Mapping[Any, str] = MappingProxyType(_NAMES)) -> str:
-    """Return what a field of these types takes, in words; None comes last."""
+    """Describe the values that a field of these types accepts; None comes last."""
     return " or ".join(_name(member, names) for member in reversed(members))
 
 
@@ -226,25 +226,25 @@ def check_callable(given: object, call: str, what: str) -> None:
     """Raise unless an argument can be called.
 
     Raises:
-        ConfigError: Names the expected values.
+        ConfigError: It cannot; the message names the expected values.
     """
     if not callable(given):
         raise ConfigError(f"{call}: expected {what}, found {shown(given)}")
 
 
 def shown(value: object) -> str:
-    """Return a value as messages show it: in one line, and not all of a long one."""
+    """Return a value as messages show it: in one line, shortened if it is long."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def is_count(value: object, minimum: int) -> bool:
-    """Return whether `value` is an int of at least `minimum`; a bool is no number."""
+    """Return whether `value` is an int of at least `minimum`; a bool is not accepted."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Return whether `value` is of the type that an annotation names."""
+    """Return whether `value` has the annotated type."""
     if kind is Any:
         return True
     if isinstance(kind, TypeVar):

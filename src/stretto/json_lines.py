@@ -14,21 +14,21 @@ from stretto.errors import ConfigError
 from stretto.records import plain
 
 _END = 1 << 12
-"""Bytes that are read of a file's end at first, to find its last line."""
+"""Bytes to read first at a file's end, to find its last line."""
 
 
 class JsonLines:
     """Appends records that have a `step`.
 
-    Every record goes to the operating system at once: a killed process loses at most the line that it was writing. A
-    record that a full disk takes only in part is removed again, so that no two records are ever joined.
+    Every record is passed to the operating system at once: a killed process loses at most the line that it was writing.
+    If a full disk accepts only a part of a record, that part is removed again, so that two records are never joined.
 
     Args:
         path: The file.
-        keep_until: Keep the leading records up to this step and continue behind them; None begins again.
+        keep_until: Keep the leading records up to this step and append after them; None starts an empty file.
 
     Raises:
-        ConfigError: Among the records to be kept is a line that is not one.
+        ConfigError: A line among the kept ones is not a record.
     """
 
     def __init__(self, path: Path, keep_until: int | None) -> None:
@@ -47,7 +47,7 @@ class JsonLines:
         """Append `record`.
 
         Raises:
-            DiskError: It cannot be written; the file ends behind the record before.
+            DiskError: It cannot be written; the file ends after the previous record.
         """
         with writing_to(self._path):
             _append(self._file, record)
@@ -58,9 +58,9 @@ class JsonLines:
 
 
 def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append `record` to a file that is written seldom, and from which nothing is ever dropped.
+    """Append `record` to a file that is rarely written and whose records are never removed.
 
-    A half line, which a killed process has left, is cut off first; only the end of the file is read. It raises as
+    An incomplete last line of a killed process is removed first; only the end of the file is read. Raises as
     `JsonLines.write`.
     """
     with writing_to(path), path.open("a+b", buffering=0) as file:
@@ -83,13 +83,13 @@ def _is_record(line: bytes) -> bool:
 
 
 def replace_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write `content` in one step, as a record is written; it raises as `replace_file`."""
+    """Replace a JSON file in one step; raises as `replace_file`."""
     text = json.dumps(plain(content), indent=2, allow_nan=False) + "\n"
     replace_file(path, lambda unfinished: unfinished.write_text(text))
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file; a last line that is no record is skipped, a missing file has none.
+    """Return the records of a file; an incomplete last line is skipped, and a missing file has no records.
 
     A file whose name ends in `.gz` is unpacked.
 
@@ -100,7 +100,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _step_of(record: Mapping[str, Any], path: Path) -> int:
-    """Return the step of a record of a file whose records have one."""
+    """Return the step of a record; raise if it has none."""
     step = record.get("step")
     if type(step) is not int:
         raise ConfigError(
@@ -111,7 +111,7 @@ def _step_of(record: Mapping[str, Any], path: Path) -> int:
 
 
 def _append(file: FileIO, record: Mapping[str, Any]) -> None:
-    """Append the whole record, or nothing of it; None stands for numbers that are not finite."""
+    """Append the whole record or nothing; numbers that are not finite become null."""
     line = json.dumps(plain(record), allow_nan=False).encode() + b"\n"
     end = os.fstat(file.fileno()).st_size
     try:

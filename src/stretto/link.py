@@ -8,7 +8,7 @@ from stretto.errors import ConfigError
 from stretto.fields import check_fields
 
 MESSAGE_BYTES = 2**14
-"""Of a bucket that a rank sends each other rank at the least: below it, calls and latency cost more than bytes."""
+"""Smallest part of a bucket that a rank sends to each other rank: below it, calls and latency cost more than bytes."""
 _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)([a-z]+)")
@@ -43,7 +43,7 @@ class Link:
         """Read "100mbit", "1gbit", "50mbit,2ms" or "none", with the units of `tc`.
 
         Raises:
-            ConfigError: anything else.
+            ConfigError: The text has another form.
         """
         rate, comma, latency = (part.strip() for part in text.lower().partition(","))
         return cls(
@@ -57,7 +57,6 @@ class Link:
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing is ever delayed."""
         return self.bits_per_second is None and self.latency_seconds == 0.0
 
 

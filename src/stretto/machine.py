@@ -1,4 +1,4 @@
-"""What this process may use of the machine it runs on, what it has used, and what machine that is."""
+"""The machine of this process: the cores and memory it may use or has used, and a description."""
 
 import os
 import platform
@@ -17,8 +17,8 @@ _CPU = torch.device("cpu")
 def usable_cores() -> set[int]:
     """Return the numbers of the cores that this process may run on.
 
-    A launcher, a container or `taskset` may have left it a part of the machine's. Where the system binds no process, it
-    is all of them.
+    A launcher, a container or `taskset` may have restricted it to some cores. On systems that cannot bind processes it
+    is all cores.
     """
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
@@ -26,11 +26,11 @@ def usable_cores() -> set[int]:
 
 
 def share_of_cores(own: Collection[int], of_all: Iterable[Collection[int]]) -> float:
-    """Return the cores of one rank of a machine: each core is divided among the ranks that may use it.
+    """Return the number of cores of one rank: each core is divided among the ranks that may use it.
 
     Args:
         own: The cores that this rank may use.
-        of_all: The same of every rank of the machine, this one among them.
+        of_all: The cores of every rank of the machine, including this rank.
     """
     ranks = [frozenset(cores) for cores in of_all]
     return sum(1 / max(1, sum(core in cores for cores in ranks)) for core in own)
@@ -45,13 +45,13 @@ def processor_name() -> str:
 
 
 def peak_resident_bytes() -> int:
-    """Return the largest resident memory that this process has had."""
+    """Return the largest resident memory of this process so far."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def most_bytes(device: torch.device) -> int:
-    """Return the most memory so far where a model lives: allocated on a GPU, resident on the host."""
+    """Return the largest memory so far on the model's device: allocated on a GPU, resident on the host."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
 
 
@@ -59,8 +59,8 @@ def describe_environment(device: torch.device = _CPU) -> dict[str, Any]:
     """Return versions, processor, device and commit.
 
     Args:
-        device: Where the model lives; `cuda` is its name, and None on processors, even if the machine has GPUs. The
-            commit is None where the sources are not a git checkout.
+        device: The model's device. The entry `cuda` is its name, or None on CPUs even if the machine has GPUs. The
+            commit is None if the sources are not a git checkout.
     """
     return {
         "torch": torch.__version__,

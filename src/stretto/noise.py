@@ -1,4 +1,4 @@
-"""Noise on purpose as data: what the mean gradient of every rank, or an average, arrives with.
+"""Artificial noise as data: it is added to the mean gradient, or to an average, that a rank receives.
 
 `stretto.engine.noisy` adds it.
 """
@@ -14,24 +14,24 @@ from stretto.fields import check_fields, field_types, is_count, read_value, unkn
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Noise:
-    """Gaussian noise on what ranks receive; see Note [Noise] in `stretto.engine.noisy`.
+    """Gaussian noise on the values that ranks receive; see Note [Noise] in `stretto.engine.noisy`.
 
     On the command line: VARIANCE[,key=value]..., as 1e-4,every=500:0.1 or 1e-2,rank=1.
     """
 
     variance: float
-    """Of every coordinate of the mean gradient."""
+    """Variance for every coordinate of the mean gradient."""
     _: dataclasses.KW_ONLY
     mean: float = 0.0
-    """Of every coordinate: what the noise adds on average."""
+    """Mean of the noise for every coordinate."""
     every: tuple[int, float] | None = None
-    """At every so many-th update the noise has this variance instead, as a burst; (500, 0.1), typed 500:0.1."""
+    """Bursts: at every n-th update the noise has another variance; (500, 0.1), typed 500:0.1."""
     averages: float = 0.0
-    """Variance of every coordinate of the weights that a rank holds after an average of replicas that differ."""
+    """Variance for every coordinate of a rank's weights after an average of replicas."""
     rank: int | tuple[int, ...] | Literal["all"] = "all"
-    """Who is hit: all ranks, one of them, or some; typed all, 1 or 1+3."""
+    """Ranks with noise: all, one, or several; typed all, 1 or 1+3."""
     seed: int | None = None
-    """Of the draws; None is the run's, and 0 in a program."""
+    """Seed of the draws; None uses the run's seed, or 0 in a program."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -44,7 +44,7 @@ class Noise:
             raise ConfigError(f"noise {self}: expected ranks from 0, or all")
 
     def __str__(self) -> str:
-        """Return the noise as `parse_noise` reads it; settings at their defaults are skipped."""
+        """Return the noise as `parse_noise` reads it, without default settings."""
         burst = None if self.every is None else f"{self.every[0]}:{self.every[1]}"
         ranks = None if self.ranks is None else "+".join(map(str, self.ranks))
         settings = {
@@ -59,25 +59,25 @@ class Noise:
 
     @property
     def ranks(self) -> tuple[int, ...] | None:
-        """Who is hit; None is all ranks."""
+        """The ranks with noise; None is all ranks."""
         if self.rank == "all":
             return None
         return self.rank if isinstance(self.rank, tuple) else (self.rank,)
 
     def hits(self, rank: int) -> bool:
-        """Return whether a rank is hit."""
+        """Return whether a rank has noise."""
         return self.ranks is None or rank in self.ranks
 
     def variance_at(self, update: int) -> float:
-        """Return the variance at an update, from 1."""
+        """Return the variance at an update, counted from 1."""
         is_burst = self.every is not None and update % self.every[0] == 0
         return self.every[1] if self.every is not None and is_burst else self.variance
 
     def check(self, world_size: int) -> None:
-        """Raise unless all ranks that are hit exist.
+        """Raise unless all ranks with noise exist.
 
         Raises:
-            ConfigError: Names one that does not.
+            ConfigError: One does not exist; the message names it.
         """
         if outside := [rank for rank in self.ranks or () if rank >= world_size]:
             raise ConfigError(
@@ -97,7 +97,7 @@ def parse_noise(text: str) -> Noise:
 
     Raises:
         UnknownName: There is no such setting.
-        ConfigError: A value cannot be read, or cannot be.
+        ConfigError: A value cannot be read, or is not allowed.
     """
     _, *known = field_types(Noise)
     first, *others = (part.strip() for part in text.split(","))

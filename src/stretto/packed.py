@@ -1,8 +1,8 @@
-"""Values as bytes, and back without running anything that the bytes bring.
+"""Values as bytes, which can be read back without executing code from the bytes.
 
-Pickle lets bytes call any function. Packed bytes may hold numbers, text, bytes and streams of them, lists,
+Pickle lets bytes call any function. Packed bytes contain only numbers, text, bytes and streams of bytes, lists,
 dictionaries, tensors and NumPy arrays, and named tuples of the program's own modules. Other classes are refused when
-they are written, unless the program has named them to PyTorch with `torch.serialization.add_safe_globals`.
+they are written, unless the program has registered them with `torch.serialization.add_safe_globals`.
 
 Note [Bytes]
     PyTorch pickles bytes as text, which takes half as much again, and is slow to write and to read. So an object with
@@ -38,11 +38,11 @@ _BYTES = "stretto: bytes"
 many; see Note [Bytes]."""
 _FEW_BYTES = 256
 _EMPTY_ARRAY = "stretto: empty array"
-"""Key of the dictionary that stands for a NumPy array of no elements, for which PyTorch would have to call, too."""
+"""Key of the dictionary that replaces an empty NumPy array, which PyTorch could also read only by a call."""
 _NAMED_TUPLE = "stretto: named tuple"
-"""Key of the dictionary that stands for a named tuple; see Note [Named tuples]."""
+"""Key of the dictionary that replaces a named tuple; see Note [Named tuples]."""
 _ALWAYS_READABLE = (bytes, str, float, bool, type(None))
-"""What need not be read back to know that it can be."""
+"""Types that can be read back without a trial."""
 _PLAIN_DTYPES = {
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int8, torch.int16,
     torch.int32, torch.int64,
@@ -55,11 +55,11 @@ def pack(value: Any, what: str) -> bytes:
     """Return `value` as bytes that `unpack` can read.
 
     Args:
-        value: To be packed.
-        what: Names it in messages.
+        value: The object.
+        what: Its name in messages.
 
     Raises:
-        UnsafeValue: It holds something that only pickle could read again.
+        UnsafeValue: It contains an object that only pickle could read.
     """
     stream = io.BytesIO()
     try:
@@ -77,11 +77,11 @@ def unpack(packed: bytes | memoryview, what: str, place: str | Callable[[Any, st
 
     Args:
         packed: Bytes from anywhere.
-        what: Names them in messages.
-        place: Where tensors go, as `map_location` of `torch.load`.
+        what: Their name in messages.
+        place: Device for tensors, as `map_location` of `torch.load`.
 
     Raises:
-        UnsafeValue: The bytes name something that would have to be run, or are no packed value.
+        UnsafeValue: The bytes contain code to execute, or are not a packed value.
     """
     try:
         with torch.serialization.safe_globals(_ARRAYS):
@@ -151,7 +151,7 @@ def _as_it_was(value: Any) -> Any:
 
 
 def _named_tuple(module: str, name: str) -> type[tuple[Any, ...]]:
-    """Return a class that the program has already; importing one would run its module."""
+    """Return a class that the program has already imported; importing it here would run its module."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(
@@ -163,7 +163,7 @@ def _named_tuple(module: str, name: str) -> type[tuple[Any, ...]]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the name of the refused class from PyTorch's long advice."""
+    """Extract the name of the refused class from PyTorch's long message."""
     found = _REFUSED.search(str(error))
     if found is None:
         return (str(error).splitlines() or [type(error).__name__])[0][:200]

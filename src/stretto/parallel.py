@@ -1,4 +1,4 @@
-"""`DataParallel`: what a user holds."""
+"""`DataParallel`, the main class for users."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,11 +29,11 @@ from stretto.strategies import Strategy, ZeRO1, check_strategy
 
 Result = TypeVar("Result")
 _not_traced = torch._disable_dynamo  # type: ignore[attr-defined]  # public ones import the compiler at once
-"""Marks functions that a compiled step of the user's calls without compiling them: a graph cannot send or wait."""
+"""Marks functions that `torch.compile` calls without compiling them: a graph cannot send or wait."""
 
 
 class DataParallel:
-    """Trains `model` on all ranks of a group, with the communication where the strategy puts it.
+    """Trains `model` on all ranks of a group; the strategy decides what they communicate and when.
 
         parallel = DataParallel(model, optimizer, ACCO(), scheduler=scheduler, micro_batches=4)
         for batch in parallel.feed(loader, updates=1000):
@@ -70,31 +70,31 @@ class DataParallel:
         options: Options | None = None,
         **elsewhere: Never,
     ) -> None:
-        """Wrap `model`; all ranks of the group must call, with equal settings.
+        """Wrap `model`; all ranks of the group must call it, with equal settings.
 
         Args:
-            model: On its device, complete, with its starting weights: every rank takes rank 0's.
+            model: On its device, complete, with initial weights; every rank copies rank 0's weights.
             optimizer: Over the model's trainable parameters, in any groups. Its class and settings are read;
                 schedulers still set its rates, and your code must not step it. Several optimizers share the
                 parameters between them.
             strategy: How gradients become updates; None is `ZeRO1()`, which is exact.
-            micro_batches: Per rank and update; or a `Total` of all ranks, or a `Clock` per round.
-            scheduler: Of `optimizer`; the library steps it at every committed update. None leaves it to the caller.
-                One, or a sequence of them.
+            micro_batches: Number per rank and update; or a `Total` of all ranks, or a `Clock` per round.
+            scheduler: One or several schedulers of `optimizer`; the library steps them at every committed update. None
+                if your code steps its own.
             wire: Short for `Options(wire=...)`.
-            guards: What watches over the job's values, in the order in which they are asked; see the page guards.
-                "standard" takes what fits the strategy: `AtRest`, `ReplicaGuard` and a verified exchange.
-            group: Whose ranks train; None is the default group. Without one, the ranks that a launcher (torchrun,
-                srun) has started make it; otherwise this process trains alone. The job makes its own group
-                over these ranks.
+            guards: Checks of the job's values, in this order; see the page guards. "standard" selects those that fit
+                the strategy: `AtRest`, `ReplicaGuard` and a verified exchange.
+            group: Group of the ranks that train; None is the default group. If there is none, it consists of the ranks
+                that a launcher (torchrun, srun) has started; without a launcher, this process trains alone. The job
+                makes a private group of the same ranks.
             ranks: Ranks of the default group, instead of `group`.
             mesh: For a model that `fully_shard` has sharded inside nodes: the dimension of its mesh across which the
-                job trains, as `mesh["node"]`. It says whose ranks train; a `group` has to be of the same. See the page
-                sharded.
-            options: Everything else.
+                job trains, as `mesh["node"]`. It determines the ranks that train; `group` must have the same ranks. See
+                the page sharded.
+            options: All other settings.
 
         Raises:
-            ConfigError: Something cannot work, or differs between ranks.
+            ConfigError: Settings cannot work together, or differ between ranks.
         """
         if elsewhere:
             name, value = next(iter(dict[str, Any](elsewhere).items()))
@@ -128,10 +128,11 @@ class DataParallel:
         seconds = self.options.timeout_seconds + BACKEND_MARGIN_SECONDS
         self._group = private_group(group, ranks, timeout_seconds=seconds)
         self.late_incidents: tuple[Incident, ...] = ()
-        """What guards and the verified exchange found after the last update; known once `finish` has returned."""
+        """Damage that guards and the verified exchange found after the last update; complete once `finish` has
+        returned."""
         self.job: Job = start(parts, self._group, sharding)
         self.feeding = feed_of(self.job)
-        """The job's parts, and this rank's position in its data: for checkpoints, faults and tests."""
+        """This rank's position in its data, for checkpoints, faults and tests."""
         self._compute = self.job.compute
 
     @property
@@ -141,7 +142,7 @@ class DataParallel:
 
     @property
     def world_size(self) -> int:
-        """How many ranks train."""
+        """Number of ranks."""
         return self._group.size()
 
     @property
@@ -151,7 +152,7 @@ class DataParallel:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes this rank has handed to collectives for other ranks so far."""
+        """Bytes this rank has passed to collectives for other ranks so far."""
         return self.job.exchange.sent_bytes
 
     def feed(
@@ -163,23 +164,23 @@ class DataParallel:
     ) -> Iterator[Batch]:
         """Yield every batch of the loader once, until all ranks agree to end, at the same round on every rank.
 
-        The remaining work (completing rounds in flight, rounds with ranks that have more data) happens in here,
-        without a batch: the loop's body never sees one twice. After it the model shows committed parameters, until
-        training continues.
+        Work after the last batch (completing rounds in flight, rounds with ranks that have more data) happens in here,
+        so the loop's body never sees a batch twice. At the end the model shows committed parameters, until training
+        continues.
 
         Args:
-            loader: This rank's batches. If it has a length, `feed` asks it once more before it gives out a copy of
-                the last batch: then the end needs no extra round to inform other ranks. A wrong length does no harm.
-            updates: End when so many updates have been committed since the job began (`steps`), and commit none
-                behind; None continues to the end of the data.
+            loader: This rank's batches. If it has a length, `feed` looks for one more batch before it yields a copy of
+                the last one: then the end needs no extra round to inform other ranks. A wrong length does no harm.
+            updates: End when so many updates have been committed since the job began (`steps`), and commit none after
+                that; None continues to the end of the data.
             until: End when any rank's data have ended, or when all ranks' have.
-            on_update: Called with every update that is committed from the first batch to the end, on all ranks alike,
+            on_update: Called on all ranks with every update that is committed from the first batch to the end,
                 except where ranks step alone between averages and have unequal numbers of batches. The loop's body
                 does not see updates that are committed in here: evaluate and save in this function where ranks may
                 have unequal numbers of batches.
 
         Raises:
-            ConfigError: The loader has not a single batch, or an argument cannot be.
+            ConfigError: The loader has no batch, or an argument has a value that is not allowed.
             StepWithoutBackward: The data have ended, and no micro-batch was ever counted.
             GradientsTouched: At the second batch, if the loop called `loss.backward()` and counted nothing.
             Finished: The job has ended.
@@ -192,14 +193,14 @@ class DataParallel:
 
         Args:
             loss: Scalar mean over the units that `weight` counts.
-            weight: Of the micro-batch, for example its number of tokens; at least 0.
-            samples: For the records; None takes the size of the batch that `feed` gave last, or 1.
+            weight: Weight of the micro-batch, for example its number of tokens; at least 0.
+            samples: Number of samples for the records; None takes the size of the last batch from `feed`, or 1.
 
         Returns:
-            The update that was committed, if one was: parameters are now its outcome.
+            The update, if one was committed; the parameters are now its result.
 
         Raises:
-            UsageError: The loss is not a scalar, or state was touched that must not be.
+            UsageError: The loss is not a scalar, or user code changed gradients or parameters.
             NonFinite: Some rank's loss or gradient is not finite, and the policy is to raise.
             CommunicationError: A rank died, raised or fell silent.
         """
@@ -224,12 +225,12 @@ class DataParallel:
     ) -> Update | None:
         """Run the forward and backward pass of one micro-batch, as `backward(loss_function(batch))` does.
 
-        Guards can run it again: until the round ends they hold on to the batch. Returns and errors as for `backward`.
+        Guards can run it again: they keep the batch until the round ends. Returns and errors as for `backward`.
 
         Args:
-            loss_function: Returns the loss, or (loss, weight, samples) if only the forward pass knows these. Its
-                result must depend on the batch, the model and random draws alone, and it must not change the batch.
-            batch: What it is given.
+            loss_function: Returns the loss, or (loss, weight, samples) if only the forward pass knows these. Its result
+                may depend only on the batch, the model and random draws, and it must not change the batch.
+            batch: The argument for `loss_function`.
             weight: See `backward`.
             samples: See `backward`; None is the batch's length.
         """
@@ -249,8 +250,8 @@ class DataParallel:
     ) -> Update | None:
         """Count one micro-batch whose backward pass the caller has run, on a loss multiplied by `weight`.
 
-        Gradients from elsewhere count too: put them into `.grad` before, `p.grad = gradient`. What earlier
-        micro-batches have brought stays.
+        Gradients from elsewhere count too: first assign them, `p.grad = gradient`. Gradients of earlier micro-batches
+        are kept.
 
         Args and errors are as for `backward`; without a `loss` the records hold nan.
         """
@@ -280,8 +281,8 @@ class DataParallel:
     def commit(self) -> list[Update]:
         """Commit all counted micro-batches, and complete every round; return the updates that were not returned yet.
 
-        For loops without `feed`. Does nothing if no update is in progress, or after `finish`. Under a strategy that
-        overlaps nothing is in flight then, as at first. All ranks must call, after the same micro-batch.
+        For loops without `feed`. It does nothing if no update is in progress, or after `finish`. A strategy that
+        overlaps starts again with nothing in flight. All ranks must call it, after the same micro-batch.
 
         Raises:
             OutOfTurn: A round is in flight under a `Clock`.
@@ -292,10 +293,10 @@ class DataParallel:
             return self.feeding.commit()
 
     def discard(self) -> None:
-        """Drop gradients of backward passes that were not this job's.
+        """Drop gradients of backward passes that this job did not run.
 
-        Another job's backward pass may reach this one's parameters (a generator's, through its discriminator), and so
-        may a look at gradients by `loss.backward()`. What micro-batches of this job have brought stays.
+        Another job's backward pass may reach this job's parameters (a generator's pass, through its discriminator), and
+        so may a `loss.backward()` that inspects gradients. Gradients of this job's micro-batches are kept.
         """
         with self._compute.lifetime.running():
             self._compute.accumulation.discard()
@@ -304,8 +305,8 @@ class DataParallel:
     def settled(self) -> Iterator[None]:
         """Show the committed parameters and the agreed buffers inside the block, then the values from before.
 
-        All ranks must enter, after the same micro-batch. Under a `Clock` only right after an `Update`, before training,
-        or after `finish`, because in between ranks may have passed different rounds.
+        All ranks must enter, after the same micro-batch. Under a `Clock` they may enter only right after an `Update`,
+        before training, or after `finish`, because otherwise ranks may be in different rounds.
 
         Raises:
             OutOfTurn: A round is in flight under a `Clock`.
@@ -325,9 +326,9 @@ class DataParallel:
             settled.__exit__(None, None, None)
 
     def evaluate(self, function: Callable[[], Result]) -> Result:
-        """Return what `function()` returns with the model settled, in `eval()` and without gradients.
+        """Return the result of `function()` with the model settled, in `eval()` mode and without gradients.
 
-        All ranks must call, as for `settled`, also where one alone looks at the result.
+        All ranks must call it, as for `settled`, even if only one rank uses the result.
         """
         check_callable(function, "evaluate", "a function without arguments")
         modes = [(module, module.training) for module in self.model.modules()]
@@ -341,7 +342,7 @@ class DataParallel:
 
     @contextmanager
     def between_updates(self, what: str) -> Iterator[None]:
-        """For checkpoints: refuse `what` unless no update is in progress; errors end the job.
+        """For checkpoints: raise unless no update is in progress; `what` names the call, and errors end the job.
 
         Raises:
             OutOfTurn: An update is in progress.
@@ -360,9 +361,9 @@ class DataParallel:
     def state_dict(self) -> State:
         """Return parameters, buffers, optimizer state and counts for `torch.distributed.checkpoint.save`.
 
-        Portable: any world size, any strategy and plain PyTorch can read it; `stretto.engine.state` lists the names.
-        `stretto.checkpoint.save` saves everything that a continuation to the bit needs. All ranks must call, between
-        updates; the state refers to the job's own tensors, so save it before training continues.
+        It is portable: any world size, any strategy and plain PyTorch can read it; `stretto.engine.state` lists the
+        names. `stretto.checkpoint.save` saves everything for a bit-identical continuation. All ranks must call this
+        between updates; the state refers to the job's own tensors, so save it before training continues.
 
         Raises:
             OutOfTurn: An update is in progress.
@@ -376,11 +377,11 @@ class DataParallel:
 
         Its entry "optimizer" may also be the `state_dict()` of a plain optimizer over the same parameters.
 
-        All ranks must call, between updates. Gradients that were accumulated since are forgotten.
+        All ranks must call it between updates. Gradients accumulated since the last update are dropped.
 
         Raises:
             OutOfTurn: An update is in progress.
-            CheckpointError: The state is of another model or optimizer.
+            CheckpointError: The state belongs to another model or optimizer.
             Finished: The job has ended.
         """
         with self._compute.lifetime.running():
@@ -390,7 +391,7 @@ class DataParallel:
             self._compute.began_again()
 
     def continuation(self) -> Continuation:
-        """For checkpoints: what returns all of the job's state at rest, and loads it."""
+        """For checkpoints: the object that returns the job's whole state, and loads it."""
         return Continuation(self.job, self.feeding, self.options, self.scheduler)
 
     def stop(self) -> None:
@@ -398,12 +399,14 @@ class DataParallel:
         self._compute.rounds.stop()
 
     def end(self) -> None:
-        """End `feed` after the last update, and commit the update in progress; all ranks must call, in `on_update`."""
+        """End `feed` after the last update, and commit the update in progress; all ranks must call it, in
+        `on_update`.
+        """
         self.feeding.end()
 
     def finish(self) -> list[Update]:
         """Commit the remaining micro-batches, and end the job with the committed parameters shown; all ranks must
-        call.
+        call it.
 
         The communication lane is joined; the model is an ordinary one again.
 
@@ -421,7 +424,7 @@ class DataParallel:
         return self.feeding.take_committed()
 
     def leave(self) -> None:
-        """For checkpoints: end the job where it stands, at rest, and commit nothing more; all ranks must call."""
+        """For checkpoints: end the job between updates without committing more; all ranks must call it."""
         with self._compute.lifetime.running():
             listeners = self._compute.model.listeners
             self.late_incidents = tuple(incident for one in listeners for incident in one.ended())
@@ -461,10 +464,10 @@ class DataParallel:
 
 
 def _check_weight(weight: object, where: object) -> float:
-    """Return the weight of a micro-batch, if float32 holds gradients and their sums with it.
+    """Return a micro-batch's weight, if float32 can hold gradients multiplied by it, and their sums.
 
     Raises:
-        ConfigError: It is no number, or too small or too large.
+        ConfigError: It is not a number, or too small or too large.
     """
     if not isinstance(weight, int | float) or not (weight == 0 or 1e-30 <= weight <= 1e30):
         return misuse.read_weight(weight, where)

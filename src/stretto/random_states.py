@@ -1,4 +1,4 @@
-"""The random states of a process: what a forward pass may draw from (torch, NumPy, Python) belongs to a rank.
+"""The random states of a process: generators of PyTorch, NumPy and Python, from which a forward pass may draw.
 
 `random_states` copies it, to be kept or saved. `RandomStatesByRank` gives each rank of one process its own state.
 """
@@ -25,7 +25,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Put `states` in place, that of a device only where `device` is one of its kind."""
+    """Restore `states`; the state of a device only if `device` is of its type."""
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
@@ -45,7 +45,7 @@ def written_random_states(device: torch.device) -> dict[str, Any]:
 
 
 def read_random_states(written: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `random_states` of which `written_random_states` was made."""
+    """Return the `random_states` from which `written_random_states` was made."""
     states = dict(written)
     version, words, *gauss = states["python"]
     states["python"] = version, tuple(words.tolist()), *gauss
@@ -57,7 +57,7 @@ def read_random_states(written: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def kept_random_states(device: torch.device) -> Iterator[None]:
-    """Let what the block draws, here and on `device`, change no draw after it."""
+    """Restore the random states of the host and `device` after the block."""
     states = random_states(device)
     try:
         yield
@@ -68,9 +68,9 @@ def kept_random_states(device: torch.device) -> Iterator[None]:
 class RandomStatesByRank:
     """The states of torch, NumPy and Python of several ranks that alternate in one process.
 
-    A rank starts as if its number had been the seed, regardless of earlier draws of the process, so that a program
-    that does not seed itself repeats too. NumPy's generator changes hands as an object, in 0.2 µs, where copying its
-    state there and back takes 130: ranks alternate at every collective.
+    A rank starts as if it were seeded with its number, regardless of earlier draws of the process, so that a program
+    without a seed is reproducible too. NumPy's generator is exchanged as an object, in 0.2 µs instead of 130 for
+    copying its state, because ranks alternate at every collective.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class RandomStatesByRank:
         self._rank: int | None = None
 
     def hand_to(self, rank: int) -> None:
-        """Put the states of `rank` in place, and keep those of the rank before."""
+        """Restore the states of `rank`, and keep those of the current rank."""
         if rank == self._rank:
             return
         if self._rank is not None:
@@ -93,7 +93,7 @@ class RandomStatesByRank:
         random.seed(rank)
 
     def give_back(self) -> None:
-        """Put back what the process had before."""
+        """Restore the process's own states."""
         _exchange(*self._before)
 
 

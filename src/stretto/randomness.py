@@ -1,11 +1,11 @@
-"""Random decisions that ranks make alike without talking, and the random states of a process.
+"""Random decisions that are equal on all ranks without communication.
 
 A decision is a function of a seed and a counter:
 
     coin(step) = [ hash(seed, stream, step) < 2^64 p ]
 
-A generator would have to be kept in step on every rank and saved with every checkpoint. A hash needs only the
-counter, which every rank and every checkpoint has anyway.
+A generator would have to advance equally on all ranks and be saved in checkpoints. A hash needs only the counter, which
+every rank and checkpoint has.
 """
 
 import struct
@@ -17,7 +17,7 @@ def draw(seed: int, stream: str, counter: int) -> int:
     """Return the `counter`-th of the stream's independent uniform integers, from 0 to 2^64 - 1.
 
     Args:
-        seed: Of the run; modulo 2^64.
+        seed: Seed of the run; modulo 2^64.
         stream: Name of the decision; streams are independent of each other.
         counter: Step or round index, not negative.
     """

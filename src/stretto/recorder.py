@@ -1,7 +1,7 @@
 """The files of a run, which `stretto report` reads: for your own loops, and for the command line.
 
-`config.json` says what ran. `updates.jsonl`, `evaluations.jsonl`, `memory.jsonl` and `incidents.jsonl` hold one JSON
-object per line. `tensorboard/` has a curve for each number.
+`config.json` describes the run. `updates.jsonl`, `evaluations.jsonl`, `memory.jsonl` and `incidents.jsonl` hold one
+JSON object per line. `tensorboard/` has a curve for each number.
 """
 
 import math
@@ -27,13 +27,13 @@ from stretto.records import Incident, Update
 
 
 class RunFiles:
-    """Writes the records of a run; that of memory has a line for each update in which more was in use than ever.
+    """Writes the records of a run; memory.jsonl gets a line whenever an update raises the peak of memory.
 
     Args:
-        folder: Where they are.
-        resumed_from: Committed updates of the checkpoint that the run continues from: later updates and evaluations
-            are dropped, incidents stay. None begins all files again.
-        peak_bytes: Returns the most memory that was in use so far on this rank.
+        folder: The folder.
+        resumed_from: Committed updates of the checkpoint from which the run resumes: later updates and evaluations are
+            removed, incidents stay. None starts all files again.
+        peak_bytes: Returns the peak memory so far on this rank.
     """
 
     def __init__(self, folder: Path, resumed_from: int | None, peak_bytes: Callable[[], int]) -> None:
@@ -68,7 +68,6 @@ class RunFiles:
         )
 
     def close(self) -> None:
-        """End; nothing more will come."""
         self._updates.close()
         self._evaluations.close()
         self._memory.close()
@@ -78,9 +77,9 @@ class Curves:
     """Writes one TensorBoard curve per number of an update, over committed updates.
 
     Args:
-        folder: Where the event files are.
-        resumed_from: Committed updates of the checkpoint that the run continues from: TensorBoard hides later
-            records. None for a new run.
+        folder: The folder for event files.
+        resumed_from: Committed updates of the checkpoint from which the run resumes: TensorBoard hides later records.
+            None for a new run.
 
     Raises:
         MissingExtra: `tensorboard` is not installed.
@@ -91,7 +90,7 @@ class Curves:
         self._writer = _summary_writer()(str(folder), purge_step=purge_step)
 
     def updated(self, update: Update, training_seconds: float) -> None:
-        """Draw an update."""
+        """Write an update's numbers."""
         curves = {
             "train/loss": update.loss,
             "train/gradient_norm": update.gradient_norm,
@@ -118,15 +117,14 @@ class Curves:
             self._writer.add_scalar(name, value, update.step)
 
     def noticed(self, incident: Incident) -> None:
-        """Leave damage to the records."""
+        """Do nothing: curves do not show damage."""
 
     def evaluated(self, step: int, heldout_loss: float, training_seconds: float) -> None:
-        """Draw the held-out loss after `step` committed updates."""
+        """Write the held-out loss after `step` committed updates."""
         self._writer.add_scalar("heldout/loss", heldout_loss, step)
         self._writer.add_scalar("heldout/training_seconds", training_seconds, step)
 
     def close(self) -> None:
-        """End; nothing more will come."""
         self._writer.close()
 
 
@@ -138,14 +136,14 @@ class Recorder:
                 parallel.backward(loss_function(model(batch)))
             parallel.finish()
 
-    All ranks make one, and rank 0 writes. `stretto report runs/mine` makes a page of the folder. A job that continues
-    from a checkpoint continues in the same folder: later records are dropped. A job that begins again writes its
-    files again.
+    All ranks construct one, and rank 0 writes. `stretto report runs/mine` makes a page of the folder. A job that
+    resumes from a checkpoint continues in the same folder: later records are removed. A job that starts again replaces
+    the files.
 
     Args:
-        folder: Of the run; it is made if it does not exist.
-        job: The job to record; without one the rank comes from `torch.distributed` or a launcher, and the folder does
-            not say which strategy ran.
+        folder: The run's folder; it is made if it does not exist.
+        job: The job to record; without it the rank comes from `torch.distributed` or a launcher, and the folder does
+            not name the strategy.
         tensorboard: Write events for TensorBoard too.
         settings: Settings to show on the page: learning rate, width, data.
 
@@ -173,7 +171,7 @@ class Recorder:
         self._is_writing = (own_rank() if job is None else job.rank) == 0
         self._writers: list[RunFiles | Curves] = []
         self._before = 0.0
-        """Seconds of training up to the checkpoint that the job continues from."""
+        """Seconds of training before the checkpoint from which the job resumed."""
         self._begun = time.perf_counter()
         self._held = 0.0
         self._step = 0
@@ -197,8 +195,8 @@ class Recorder:
         """Record a held-out loss.
 
         Args:
-            heldout_loss: At the committed parameters.
-            step: Committed updates before it; None takes the number of the job, or of the last update.
+            heldout_loss: The loss at the committed parameters.
+            step: Number of committed updates before it; None uses the job's number, or the last update's.
 
         Raises:
             UsageError: The number of updates is unknown.
@@ -223,7 +221,7 @@ class Recorder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Do not count the time of the block, of an evaluation or a checkpoint, as training; blocks do not nest."""
+        """Do not count the block, such as an evaluation or a checkpoint, as training time; blocks do not nest."""
         begun = time.perf_counter()
         try:
             yield
@@ -231,7 +229,7 @@ class Recorder:
             self._held += time.perf_counter() - begun
 
     def close(self) -> None:
-        """Close the files; what guards found after the last update is written."""
+        """Close the files, after the incidents that guards found after the last update."""
         if self._job is not None and self._has_begun:
             for incident in self._job.late_incidents:
                 for writer in self._writers:
@@ -254,7 +252,7 @@ class Recorder:
         return self._before + time.perf_counter() - self._begun - self._held
 
     def _begin(self, done: int) -> None:
-        """Open the files for the first record, after `done` updates; what they hold of later ones is dropped."""
+        """Open the files for the first record, after `done` updates; records of later updates are removed."""
         if self._has_begun:
             if self._is_writing and not self._writers:
                 raise UsageError(f"{self._folder}: the recorder was closed; expected no record after that")
@@ -269,7 +267,7 @@ class Recorder:
             self._writers.append(Curves(self._folder / "tensorboard", done or None))
 
     def _config(self) -> dict[str, Any]:
-        """Return what ran, under the names that `stretto train` gives it."""
+        """Return the run's configuration, under the names that `stretto train` uses."""
         config = {"task": self._settings, "environment": describe_environment(_current_device())}
         if self._job is None:
             return {**config, "strategy": "unknown"}

@@ -1,4 +1,4 @@
-"""What a run reports: one record per committed update, and one per corruption that was found."""
+"""The records of a run: one per committed update, and one per found corruption."""
 
 import dataclasses
 import itertools
@@ -10,24 +10,24 @@ from stretto.terminal import printable
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Incident:
-    """One found corruption, its attributed ranks, and the action against it; the same on every rank."""
+    """A found corruption, the ranks it is attributed to, and the action against it; the same on every rank."""
 
     step: int
-    """The update it was found in, counted from 1."""
+    """The update in which it was found, counted from 1."""
     guard: str
-    """Who found it: a guard's name, or "verified" for the exchange."""
+    """The guard that found it, or "verified" for the exchange."""
     site: str
-    """Where the damage was: "contribution", "sum", "gathered values", "masters", "optimizer state", ..."""
+    """The damaged values: "contribution", "sum", "gathered values", "masters", "optimizer state", ..."""
     part: str
-    """Which tensor, bucket or slice of that site, and where in it if that is known."""
+    """The tensor, bucket or slice of that site, and the place in it if known."""
     ranks: tuple[int, ...]
-    """Ranks that hold or sent the damaged values; empty if no rank can be named."""
+    """Ranks that held or sent the damaged values; empty if no rank can be named."""
     link: tuple[int, int] | None = None
     """Sender and receiver, for damage on a link."""
     action: str
     """The action against it: "sent again", "summed again", "mended", "copied from rank 2", ..."""
     expected: str | None = None
-    """Digest of the healthy values, hexadecimal, where it is known."""
+    """Digest of the healthy values, hexadecimal, if known."""
     found: str | None = None
     """Digest of the damaged values."""
 
@@ -37,7 +37,7 @@ class Incident:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Incident":
-        """Return the incident that `as_json` wrote, also after a way through text."""
+        """Return the incident from the output of `as_json`, also after a conversion to text."""
         link = fields["link"]
         return cls(
             **{
@@ -55,67 +55,68 @@ class Incident:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """One committed optimizer update, the same on every rank but for this rank's own times, bytes and batches."""
+    """One committed optimizer update; equal on all ranks except for a rank's own times, bytes and batches."""
 
     step: int
-    """Committed updates so far, from 1: what learning-rate schedules count."""
+    """Number of committed updates, from 1; learning-rate schedules count these."""
     round_index: int
-    """Exchanges so far, from 0; advances also where nothing was committed."""
+    """Number of exchanges so far, from 0; it also grows if nothing was committed."""
     samples: int
-    """Samples behind this update, over all ranks: every use counts."""
+    """Samples in this update, over all ranks; repeated samples count each time."""
     weight: float
-    """Total weight behind this update (micro-batches, or tokens where the user weighs by tokens)."""
+    """Total weight in this update (micro-batches, or tokens if your weights count tokens)."""
     loss: float
-    """Mean loss over all ranks' micro-batches, weighted; nan where `step` was given no loss."""
+    """Weighted mean loss over all ranks' micro-batches; NaN if `step` received no loss."""
     gradient_norm: float
     """Global 2-norm of the mean gradient, before clipping."""
     staleness: int
-    """Committed updates between the parameters a gradient was taken at and those it was applied to."""
+    """Number of updates committed between the computation of a gradient and its application."""
     micro_batches: tuple[int, ...]
-    """Micro-batches behind this update, by rank."""
+    """Micro-batches in this update, by rank."""
     rounds: tuple[tuple[int, ...], ...]
-    """Micro-batches by round and rank: with these counts a run can be replayed to the bit."""
+    """Micro-batches by round and rank: with these counts a run can be repeated bit-identically."""
     seconds: float
     """Wall time since the previous update was returned, on this rank."""
     lane_seconds: float
-    """Time the communication lane was busy with this update, on this rank. A device is asked for times that are in
-    its past: what it has not done when the update is returned is counted in a later one."""
+    """Time for which this rank's communication lane was busy with this update. A device reports a time only once it
+    has passed: work that it has not finished when the update is returned counts in a later update."""
     exposed_seconds: float
-    """Part of `seconds` in which this rank's compute lane waited for the communication lane; late as above."""
+    """Part of `seconds` for which this rank's compute lane waited for the communication lane; late like
+    `lane_seconds`."""
     sent_bytes: int
-    """Bytes this rank handed to collectives for other ranks, for this update."""
+    """Bytes that this rank passed to collectives for other ranks, for this update."""
     learning_rates: tuple[float, ...]
-    """Learning rate of each parameter group, as this update used it; nan where the optimizer has none."""
+    """Learning rate of each parameter group in this update; NaN if the optimizer has none."""
     skipped_rounds: int
     """Rounds skipped since the previous update because a loss or gradient was not finite."""
     gap: int = 0
-    """Updates since all ranks' replicas were last averaged: 0 but for strategies that do so now and then. Where ranks
-    step alone this rank's own samples, weight and loss stand here; the update with gap 0 brings those of the others."""
+    """Number of updates since all replicas were last averaged: 0 for strategies without averages. If ranks step
+    alone, an update reports this rank's samples, weight and loss, and the update with gap 0 adds the other ranks'."""
     interval: int | None = None
-    """Updates from one average to the next, as the strategy has last chosen; None for strategies that do not choose."""
+    """Updates between two averages, as the strategy last chose; None for strategies that do not choose."""
     noise: float | None = None
-    """Estimated standard deviation, per coordinate of the mean gradient, of noise that ranks do not share; None but in
-    updates with an average of `paft-dyn`."""
+    """Estimated standard deviation, per coordinate of the mean gradient, of noise that ranks do not share; None
+    except in updates with an average of `paft-dyn`."""
     divergence: float | None = None
-    """2-norm of the distance between a replica and the mean of all, in the mean of replicas, before that average; from
-    the coordinates of its probe, scaled to all. None where `noise` is."""
+    """Mean 2-norm distance between a replica and the mean of all replicas before the average, estimated from the
+    probe's coordinates. None if `noise` is None."""
     incidents: tuple[Incident, ...] = ()
-    """What guards and the verified exchange have found since the previous update, on any rank."""
+    """Incidents that guards and the verified exchange found since the previous update, on any rank."""
     fresh_samples: int = 0
-    """Samples of `samples` at their first use: loaded for this update, over all ranks."""
+    """Those of `samples` that were used for the first time, over all ranks."""
 
     fresh: int = 0
-    """Batches that `feed` gave this rank since the previous update and that it had not given before."""
+    """Batches that `feed` gave this rank for the first time since the previous update."""
     echoed: int = 0
-    """Batches that `feed` gave this rank since the previous update for another use."""
+    """Batches that `feed` gave this rank for a repeated use since the previous update."""
     mixed: int = 0
-    """Updates since then, begun by this rank, whose batches were fresh in part and held in part."""
+    """Updates that this rank began since then with some fresh and some repeated batches."""
     uses: tuple[int, ...] = ()
-    """The use of each of these, in their order: 1 for the first."""
+    """The use of each of these batches, in order: 1 for the first."""
     first_use_loss: float = math.nan
-    """Mean loss of this rank's micro-batches at their first use, weighted; nan without an `EchoLoader`."""
+    """Weighted mean loss of this rank's micro-batches at their first use; NaN without an `EchoLoader`."""
     wait_seconds: float = 0.0
-    """Part of `seconds` in which `feed` waited for the loader, on this rank."""
+    """Part of `seconds` for which `feed` waited for the loader, on this rank."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values; a number that is not finite becomes None.
@@ -136,7 +137,7 @@ def _in_a_row(counts: tuple[int, ...]) -> list[list[int]]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON has it: a number that is not finite, for which it has no word, becomes None."""
+    """Return a value for JSON: a number that is not finite, which JSON lacks, becomes None."""
     if isinstance(value, dict):
         return {key: plain(one) for key, one in value.items()}
     if isinstance(value, list):

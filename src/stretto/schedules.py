@@ -1,16 +1,16 @@
 """Schedules: numbers that change over a run.
 
-A schedule is a plain number, which never changes, or any function of an index. What the index counts is said where
-the schedule is used: an echo plan counts the updates that this rank has begun, `LocalSGD` counts rounds.
+A schedule is a constant number or any function of an index. The user of the schedule defines the index: an echo plan
+counts the updates that this rank has begun, `LocalSGD` counts rounds.
 
-Three functions are given here. With `u = min(1, index / steps)`:
+This module has three functions. With `u = min(1, index / steps)`:
 
     Cosine       stop + (start - stop) (1 + cos(pi u)) / 2
     Linear       start + (stop - start) u
     MultiStep    values[k] from milestones[k - 1] on
 
-As text: cosine(START,STOP[,UPDATES]), linear(START,STOP[,UPDATES]) or multistep(V0,UPDATE1,V1,...). One that names
-no updates is as long as its run, which `over` says.
+As text: cosine(START,STOP[,UPDATES]), linear(START,STOP[,UPDATES]) or multistep(V0,UPDATE1,V1,...). A schedule without
+UPDATES extends over the whole run; `over` sets its length.
 """
 
 import bisect
@@ -26,7 +26,7 @@ from stretto.fields import read_value
 Schedule = float | Callable[[int], float]
 """A number, or a function that returns the number at an index. Indices start at 0."""
 Length = int | Callable[[], float]
-"""How many indices a run has; where that is not known, a function that returns the share of it that is done."""
+"""Number of indices in a run; if not known, a function that returns the finished share of the run."""
 
 
 def value_at(schedule: Schedule, index: int) -> float:
@@ -36,14 +36,14 @@ def value_at(schedule: Schedule, index: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
-    """What `Cosine` and `Linear` have in common: both ends, and how far they are apart."""
+    """The common part of `Cosine` and `Linear`: both end values, and the number of steps between them."""
 
     start: float
     """Value at index 0."""
     stop: float
     """Value at index `steps` and after it; it may be above or below `start`."""
     steps: int | None
-    """Number of indices from `start` to `stop`; at least 1. None is the length of the run, which `over` has to say."""
+    """Number of indices from `start` to `stop`; at least 1. None is the length of the run, which `over` sets."""
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:
@@ -105,24 +105,24 @@ class MultiStep:
 
 @dataclass(frozen=True, slots=True)
 class Along:
-    """A ramp along a run whose number of steps is not known, but how much of it is done."""
+    """A ramp along a run of unknown length, by the finished share of the run."""
 
     ramp: Ramp
-    """Over one step."""
+    """The ramp, with one step."""
     share: Callable[[], float] = dataclasses.field(repr=False)
-    """Returns how much is done, from 0 to 1."""
+    """Returns the finished share, from 0 to 1."""
 
     def __call__(self, index: int) -> float:
-        """Return the value at this moment; `index` does not matter."""
+        """Return the current value; `index` is ignored."""
         return value_at(self.ramp, self.share())  # type: ignore[arg-type]  # a ramp takes any number
 
 
 def over(schedule: Schedule, length: Length | None) -> Schedule:
-    """Return `schedule` along a whole run, if it has no number of steps.
+    """Return `schedule` stretched over a whole run, if it has no number of steps.
 
     Args:
-        schedule: Any.
-        length: Of the run; None if unknown.
+        schedule: Any schedule.
+        length: Length of the run; None if unknown.
 
     Raises:
         ConfigError: The schedule names no steps, and `length` is None.
@@ -140,10 +140,10 @@ _FORM = re.compile(r"(cosine|linear|multistep)\(([-+.\deE,]+)\)")
 
 
 def parse_schedule(text: str) -> Schedule:
-    """Read a number, or a schedule as the module's first lines have it.
+    """Read a number, or a schedule in the form that this module's docstring gives.
 
     Raises:
-        ConfigError: Anything else.
+        ConfigError: The text has another form.
     """
     if "(" not in text:
         return float(read_value(text, float))

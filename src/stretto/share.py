@@ -2,12 +2,12 @@
 
     mark (8 bytes) | length of the head (8) | digest of the head (16) | head | an entry's content | the next one's | ...
 
-The head is JSON: the settings that are equal on all ranks, and for each entry its name, shape and dtype, the runs of
-it that follow each other in its content, and their digest. An entry that is no tensor is packed (`stretto.packed`).
-Each content begins at a multiple of 64 bytes, so that a tensor can use the memory of the bytes or of a file.
+The head is JSON: the settings that are equal on all ranks, and for each entry its name, shape and dtype, the runs of it
+that follow each other in its content, and their digest. An entry that is no tensor is packed (`stretto.packed`). Each
+content starts at a multiple of 64 bytes, so that a tensor can use the memory of the bytes or of a file.
 
-Digests are taken of the job's values before anything is copied or written, so what changes on its way is found while
-the job still has it. The digest of the head stands for the share: it names those of all entries.
+Digests of the job's values are computed before anything is copied or written, so a later change is found while the job
+still has the values. The digest of the head identifies the share, because the head contains the digests of all entries.
 """
 
 import copy
@@ -37,21 +37,20 @@ _SETTINGS = ""
 
 
 class Kind(NamedTuple):
-    """What tensor an entry is."""
+    """The kind of tensor of an entry."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def as_json(self) -> list[Any]:
-        """Return the fields as plain JSON values."""
         return [self.shape, str(self.dtype).removeprefix("torch.")]
 
     @classmethod
     def from_json(cls, fields: Any) -> "Kind":
-        """Return what `as_json` wrote.
+        """Return the kind from the output of `as_json`.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: The value has another form.
         """
         shape, dtype = fields
         found = getattr(torch, text(dtype), None)
@@ -61,7 +60,6 @@ class Kind(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes its elements take."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -69,31 +67,31 @@ class Kind(NamedTuple):
 
 
 Kinds = Mapping[str, Kind | None]
-"""What tensors entries are, by name; None for one that is no tensor."""
+"""By name: the kinds of tensors; None for an entry that is not a tensor."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """One rank's part of a job at rest."""
+    """One rank's part of a job between updates."""
 
     step: int
-    """Committed updates."""
+    """Number of committed updates."""
     strategy: str
     optimizer: str
-    """The name of its class."""
+    """Name of the optimizer's class."""
     world_size: int
-    """Of the ranks that hold the state together."""
+    """Number of ranks that hold the state together."""
     layout: str
-    """Digest of the layout."""
+    """Digest of the buffers' layout."""
     entries: Mapping[str, Any]
-    """`Runs` of tensors, and other objects, by name."""
+    """By name: `Runs` of tensors, and other objects."""
     others: frozenset[str] = frozenset()
     """Entries that another rank writes."""
     unread: dict[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
-    """By name, the reader of an entry that was not taken yet."""
+    """By name: the reader of an entry that has not been read."""
 
     def take(self, name: str) -> Any:
-        """Return an entry, read.
+        """Return an entry, reading it first if needed.
 
         Raises:
             TornCheckpoint: It is damaged.
@@ -102,12 +100,12 @@ class Held:
 
     @property
     def header(self) -> list[Any]:
-        """The settings that are equal on all ranks that hold the state."""
+        """The settings that must be equal on all ranks that hold the state."""
         return [self.step, self.strategy, self.optimizer, self.world_size, self.layout]
 
     @property
     def kinds(self) -> Kinds:
-        """What tensors the entries are."""
+        """The kinds of tensors of the entries."""
         return {
             name: Kind(one.shape, one.dtype) if isinstance(one, Runs) else None
             for name, one in self.entries.items()
@@ -120,7 +118,7 @@ class Held:
         return sum(run.nbytes for one in runs for _, run in one.values)
 
     def written(self) -> "Written":
-        """Return the share that this rank writes, of which digests have been taken."""
+        """Return the share that this rank writes, with its digests."""
         contents: list[_Content] = []
         settings = {}
         for name, entry in self.entries.items():
@@ -136,11 +134,11 @@ class Held:
 
 
 _Content = tuple[str, Kind | None, Sequence[tuple[int, Tensor | bytes]]]
-"""An entry: its name, what tensor it is, and pieces of it, each with its first element."""
+"""An entry: its name, its kind of tensor, and pieces of it, each with the index of its first element."""
 
 
 class Written:
-    """A share's bytes, piece by piece: values in the host's memory is not copied before somebody asks for it."""
+    """A share's bytes, piece by piece; values in the host's memory are copied only on request."""
 
     def __init__(self, header: Sequence[Any], contents: Sequence[_Content]) -> None:
         # A device's values come once: the digest is of what is written.
@@ -160,7 +158,7 @@ class Written:
         head = json.dumps([header, index]).encode()
         digest = xxhash.xxh3_128(head)
         self.digest = digest.hexdigest()
-        """Stands for the share."""
+        """Identifies the share."""
         self._head = _MARK + len(head).to_bytes(8) + digest.digest() + head
         self._contents = [[one for _, one in pieces] for _, _, pieces in contents]
         self.num_bytes = len(self._head)
@@ -193,17 +191,17 @@ class Written:
 def read_share(
     content: bytes | memoryview, where: str, digest: str | None = None, *, whole: bool = True
 ) -> Held:
-    """Return the share that has been written as these bytes; tensors are in their memory, unless it cannot be written.
+    """Return the share in these bytes; its tensors use their memory, unless that is read-only.
 
     Args:
-        content: Of the share.
-        where: What it is, for messages.
-        digest: Its `Written.digest`, where that is known.
-        whole: Read all of it now; otherwise its head, and each entry when it is taken.
+        content: The share's bytes.
+        where: Its name, for messages.
+        digest: Its `Written.digest`, if known.
+        whole: Whether to read all of it now; otherwise each entry is read on request.
 
     Raises:
-        TornCheckpoint: It is something else, or damaged; names the entry.
-        UnsafeValue: It holds something that only pickle could read.
+        TornCheckpoint: The bytes are not a share, or are damaged; the message names the entry.
+        UnsafeValue: It contains an object that only pickle could read.
     """
     content = memoryview(bytearray(content) if isinstance(content, bytes) else content).cast("B")
     if (size := int.from_bytes(content[8:16])) > _MOST_HEAD_BYTES:
@@ -272,15 +270,16 @@ def hold(
     *,
     copies: bool,
 ) -> Held:
-    """Return this rank's part of a job at rest.
+    """Return this rank's part of a job between updates.
 
     Args:
-        continuation: Of the job.
-        strategy: Its name.
-        state: From `continuation.write`.
-        loader: This rank's, if its position is to be held.
-        extra: Anything.
-        copies: Hold copies, because the job continues; otherwise its own tensors, which must not change.
+        continuation: The job's continuation.
+        strategy: The strategy's name.
+        state: The result of `continuation.write`.
+        loader: This rank's loader, if its position is included.
+        extra: The user's value.
+        copies: Whether to copy tensors, because the job continues; otherwise they are the job's own and must not
+            change.
     """
     job = continuation.job
     entries = {name: into[key] for into, key, name in places(state)}
@@ -319,10 +318,10 @@ def _copied(value: Any) -> Any:
 
 
 def _contents(index: Any, place: int) -> Iterator[tuple[str, Kind | None, list[Range], str, int, int]]:
-    """Yield what a head says of each entry, with the first and the last byte of its content.
+    """Yield for each entry the fields of the head, with the first and the last byte of its content.
 
     Raises:
-        ValueError: It is.
+        ValueError: The head is not valid.
     """
     for name, kind_fields, pieces, digest in index:
         kind = None if kind_fields is None else Kind.from_json(kind_fields)
@@ -363,7 +362,7 @@ def text(value: object) -> str:
 
 
 def counts(values: Any) -> tuple[int, ...]:
-    """Return `values` if they are numbers that count something: whole, not negative, below 2^63.
+    """Return `values` if they are counts: integers from 0 to below 2^63.
 
     Raises:
         ValueError: They are not.

@@ -1,4 +1,4 @@
-"""Starts a job: checks what it is made of, settles it among ranks, and puts the parts of one rank together."""
+"""Starts a job: checks its parts, compares settings between ranks, and builds the parts of one rank."""
 
 import dataclasses
 import functools
@@ -63,12 +63,12 @@ if TYPE_CHECKING:
     from stretto.engine.sharding import Sharding  # which imports FSDP2
 
 _OF_OTHERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
-"""Names of PyTorch's own wrappers: importing them all to ask for their kind would take a second."""
+"""Names of other libraries' wrappers: importing them to check types would take a second."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a user has a job made of; equal on all ranks, but for the values of the model."""
+    """The parts of a job that the user passes; equal on all ranks, except for the values of the model."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -80,14 +80,14 @@ class Parts:
 
     @functools.cached_property
     def ledger(self) -> Ledger:
-        """That of the strategy, read once: it may take a thousand updates without any work in them."""
+        """The strategy's ledger, read once: it may simulate a thousand updates."""
         return ledger_of(self.strategy)
 
     def check(self) -> None:
-        """Check the kind of every part, because many programs run without a type checker.
+        """Check the type of every part, because many programs run without a type checker.
 
         Raises:
-            ConfigError: Something is of another kind.
+            ConfigError: A part has another type.
         """
         if not isinstance(self.model, nn.Module):
             raise UnsupportedModel(f"model: expected an nn.Module, found a {type(self.model).__name__}")
@@ -126,17 +126,17 @@ def sharding_for(
     group: dist.ProcessGroup | None,
     ranks: Sequence[int] | None,
 ) -> "tuple[Sharding | None, Sequence[int] | None]":
-    """Return which ranks hold shards of the model together, and which train; all ranks of the node must call.
+    """Return which ranks hold shards of the model together, and which train; all ranks of the node must call it.
 
     Args:
-        parts: What the job is made of.
-        mesh: The dimension across which it trains; None where no rank holds a shard.
-        group: Says who trains; with a mesh, of all its ranks, in the same order.
-        ranks: Who trains, instead of a group and a mesh.
+        parts: The parts of the job.
+        mesh: The dimension across which the job trains; None if no rank holds a shard.
+        group: The group that trains; with a mesh, a group of the same ranks in the same order.
+        ranks: The ranks that train, instead of a group and a mesh.
 
     Raises:
-        ConfigError: The model is not sharded over another dimension of that mesh, or something is asked for that does
-            not work with shards.
+        ConfigError: The model is not sharded over another dimension of that mesh, or a setting does not work with
+            shards.
     """
     if mesh is None:
         return None, ranks
@@ -158,7 +158,7 @@ def sharding_for(
 
 
 def _check_fits_shards(parts: Parts) -> None:
-    """Raise unless all that is asked for works where the ranks of a node hold shards of one model."""
+    """Raise unless all settings work with shards inside nodes."""
     parts.check()
     unfit = {
         f"strategy {parts.strategy.name}, which averages what should be equal": parts.ledger.may_average
@@ -180,16 +180,16 @@ def _check_fits_shards(parts: Parts) -> None:
 
 
 def start(parts: Parts, group: dist.ProcessGroup, sharding: "Sharding | None" = None) -> Job:
-    """Set up both lanes of one rank; all ranks of `group`, which only this job uses, must call.
+    """Set up both lanes of one rank; all ranks of `group`, which only this job uses, must call it.
 
     Args:
-        parts: What the job is made of.
-        group: Connects the ranks.
-        sharding: Which of them hold shards of one model together, where some do.
+        parts: The parts of the job.
+        group: The group of all ranks.
+        sharding: The ranks that hold shards of one model together, if any.
 
     Raises:
-        ConfigError: Model, optimizer or settings cannot be trained, or differ between ranks. Raised before
-            any collective but the one that compares settings.
+        ConfigError: Model, optimizer or settings do not work, or differ between ranks. It is raised before any
+            collective except the comparison of settings.
     """
     progress = Progress()
     model: object = parts.model  # nobody has checked it yet
@@ -278,7 +278,7 @@ class Lane:
     quota: Quota
     accumulate: Accumulate
     interpreter: GuardInterpreter | None
-    """Performs what guards ask for, if there are any."""
+    """Performs the effects of guards, if there are any."""
 
     def watch(self, job: Job) -> None:
         """Let guards hear of the job; they wait for its `began_again`."""
@@ -287,7 +287,7 @@ class Lane:
 
 
 def _check(parts: Parts, group: dist.ProcessGroup, sharding: "Sharding | None") -> None:
-    """Raise unless a job can be made of these parts."""
+    """Raise unless these parts can form a job."""
     parts.check()
     place = (group.rank(), group.size()) if sharding is None else (sharding.node, len(sharding.across))
     check_guards(parts.guards, parts.strategy, parts.ledger)
@@ -339,7 +339,7 @@ def _connected(
     failures: FailureDetector,
     sharding: "Sharding | None",
 ) -> tuple[Exchange, NodeGroup | None]:
-    """Compare the settings of all ranks, and return the exchange on which the strategy runs.
+    """Compare the settings of all ranks, and return the strategy's exchange.
 
     If the ranks of a node hold shards, that exchange connects ranks with the same shard, and the second result
     connects the node's ranks.
@@ -404,7 +404,7 @@ def _kind_of_model(sharding: "Sharding | None") -> Callable[..., UserModel]:
 def _owner_of(
     parts: Parts, parameters: Sequence[Tensor], exchange: Exchange, node_group: NodeGroup | None
 ) -> ShardedOptimizer:
-    """Return this rank's masters, with the values of the parameters, and an optimizer that has not stepped them."""
+    """Return this rank's masters, copied from the parameters, with an optimizer that has not stepped."""
     rank, num_owners = (0, 1) if parts.ledger.replicated else (exchange.rank, exchange.world_size)
     layout, optimizer = exchange.layout, parts.optimizer
     if node_group is not None and (whole := {slot.group for slot in layout.slots if slot.is_whole}):
@@ -423,11 +423,11 @@ def _lane_of(
     """Put together what the strategy of `parts` brings into a job; all ranks must call.
 
     Args:
-        parts: What the job is made of.
-        exchange: Of the job.
-        inside: Among the ranks of this node, where the strategy needs one.
+        parts: The parts of the job.
+        exchange: The job's exchange.
+        inside: The exchange among the ranks of this node, if the strategy needs one.
         sharded: This rank's masters, as `_owner_of` cuts them.
-        progress: Where the job stands.
+        progress: The job's progress.
         node_group: The ranks of this node, where each holds a shard of the model.
     """
     ledger = parts.ledger
@@ -489,10 +489,10 @@ def _interpreter(parts: Parts, ledger: Ledger, replica: Replica) -> GuardInterpr
 
 
 def _overlaps_backward(parts: Parts, ledger: Ledger, exchange: Exchange, quota: Quota) -> bool:
-    """Return whether gradients may leave early.
+    """Return whether gradients may be sent during the backward pass.
 
-    The round's end must be known ahead; nothing else may be sent together with the gradients; and no guard may
-    inspect them before. All this is the same on all ranks.
+    The end of the round must be known in advance; the round may send nothing else; and no guard may need to inspect the
+    gradients first. All of this is equal on all ranks.
     """
     layout, has_residual = exchange.layout, exchange.feedback is not None
     return (
@@ -508,7 +508,7 @@ def _overlaps_backward(parts: Parts, ledger: Ledger, exchange: Exchange, quota: 
 
 
 def _accumulation(parts: Parts, replica: Replica, quota: Quota) -> Accumulate:
-    """Return what makes the job's accumulation: one from which gradients leave early, where they may."""
+    """Return the constructor of the job's accumulation, which sends gradients early if allowed."""
     kind: Accumulate
     kind, hidden = Accumulation, EarlyAccumulation
     if replica.node_group is not None:
@@ -521,7 +521,9 @@ def _accumulation(parts: Parts, replica: Replica, quota: Quota) -> Accumulate:
 
 
 def _strikes(options: Options, exchange: Exchange) -> Strikes:
-    """Return a count of strikes that knows every rank's host and device; none is sent where nothing is counted."""
+    """Return a count of strikes with every rank's host and device; hosts and devices are exchanged only if strikes
+    count.
+    """
     if options.strikes is None:
         return Strikes(None, [])
     own = describe_seat(exchange.layout.sets[0].device).encode()
@@ -529,7 +531,7 @@ def _strikes(options: Options, exchange: Exchange) -> Strikes:
 
 
 def _fixed(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the tensors that no code may write: floating-point buffers may be averaged
+    """Return the tensors that no code may write; floating-point buffers are not among them
     (`stretto.engine.buffer_sync`).
     """
     is_buffer = {original_name(name) for name, _ in model.named_buffers()}

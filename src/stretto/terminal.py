@@ -1,6 +1,6 @@
-"""Printable text: it cannot steer a terminal, even if a model, another rank or a file name tries to.
+"""Printable text: it cannot control a terminal, even if a model, another rank or a file name tries to.
 
-And whether anybody reads it.
+It also checks whether the output still has a reader.
 """
 
 import os
@@ -9,7 +9,7 @@ import sys
 import unicodedata
 
 _STEERING = {"Cc", "Cf", "Cs"}
-"""Unicode's categories of control and format characters: escape sequences, carriage returns, changes of direction."""
+"""Unicode categories of control and format characters: escape sequences, carriage returns, changes of direction."""
 
 
 def printable(text: str) -> str:
@@ -36,7 +36,7 @@ def is_unread() -> bool:
 
 
 def print_to_nobody() -> None:
-    """Drop the standard output's buffer, and all later output, without an error."""
+    """Discard the standard output's buffer, and all later output, without an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

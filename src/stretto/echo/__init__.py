@@ -1,8 +1,8 @@
 """Data echoing: batches are used again while the next ones are being read.
 
-To read it in one sitting: `plans` (which batches are used), `buffer` (held batches), `reader` (reading ahead), `state`
-(options, saved states), `updates` (what batches are taken for), `loader` (all five together). Then `draws` (random
-draws that race), `measured` (is an echo worth it) and `statistics` (what an update reports of its input).
+Reading order: `plans` (which batches are used), `buffer` (held batches), `reader` (reading ahead), `state` (options,
+saved states), `updates` (the update of each batch), `loader` (all five together). Then `draws` (races between random
+draws), `measured` (is an echo worth it) and `statistics` (input statistics of an update).
 """
 
 from stretto.echo.loader import EchoLoader

@@ -21,25 +21,25 @@ from stretto.errors import BatchChanged, ConfigError
 
 @dataclass(kw_only=True, slots=True)
 class HeldBatch:
-    """A batch in the buffer. Plans look at its number and its uses."""
+    """A batch in the buffer. Plans read its number and its uses."""
 
     number: int
-    """Fresh batches that this rank given out before it, over all epochs."""
+    """Number of fresh batches that this rank returned before it, over all epochs."""
     uses: int = 0
-    """How often it has been given out."""
+    """Number of uses so far."""
     update: int = -1
-    """The update that used it last; counted as in `Selector.select`."""
+    """The last update that used it; counted as in `Selector.select`."""
     used_at: tuple[int, ...] = ()
-    """Fingerprints of the parameters that its uses met, where they are known."""
+    """Fingerprints of the parameters at each of its uses, if known."""
     batch: Any = None
-    """The batch itself, as the loader gave it and `place` changed it."""
+    """The batch as the loader returned it, changed by `place`."""
     state_before: Any = None
     """State of the bare loader before the batch was fetched; None for a loader without a state."""
     writes: tuple[tuple[str, Tensor, int], ...] = ()
-    """For each of its tensors: the path to it, the tensor, and its count of in-place writes when it arrived."""
+    """For each of its tensors: its path, the tensor, and its count of in-place writes on arrival."""
 
     def can_be_used(self, update: int, parameters: int | None) -> bool:
-        """Return whether its gradient would be another than before, in `update` and at these parameters."""
+        """Return whether its gradient would be new, in `update` and at these parameters."""
         return self.update != update and parameters not in self.used_at
 
 
@@ -51,7 +51,7 @@ class EchoBuffer:
         """The batches, oldest first."""
 
     def add(self, batch: Any, size: int, **fields: Any) -> HeldBatch:
-        """Keep `batch`, and drop the oldest ones if there are more than `size`; the rest are `HeldBatch`'s fields."""
+        """Add `batch`, and drop the oldest batches beyond `size`; the other arguments are fields of `HeldBatch`."""
         writes = tuple(
             (f"batch{keystr(path)}", leaf, _num_writes(leaf))
             for path, leaf in tree_flatten_with_path(batch)[0]
@@ -62,10 +62,10 @@ class EchoBuffer:
         return held
 
     def room(self, position: Position, pool: int) -> int:
-        """Return how many batches to hold, one more included.
+        """Return how many batches to hold, including one more.
 
         Args:
-            position: Of the loader.
+            position: The loader's position.
             pool: See `Plan.pool`.
         """
         size = pool - 1 + max(position.slot + 1, position.slots_before)
@@ -79,13 +79,13 @@ class EchoBuffer:
         self.held = []
 
     def use(self, held: HeldBatch, step: int, update: int, parameters: int | None) -> Any:
-        """Count one more use of `held`, and return what the caller gets.
+        """Count another use of `held`, and return the batch for the caller.
 
         Args:
-            held: In the buffer.
-            step: Batches given out before, for messages.
-            update: The one that uses it.
-            parameters: Fingerprint of the parameters that the use meets; None if unknown.
+            held: A batch in the buffer.
+            step: Number of batches returned before, for messages.
+            update: The update that uses it.
+            parameters: Fingerprint of the current parameters; None if unknown.
 
         Raises:
             BatchChanged: A tensor of the batch was written in place since the batch arrived.
@@ -102,7 +102,7 @@ class EchoBuffer:
 
 
 def rebuilt(batch: Any, replace: Callable[[Tensor], Tensor]) -> Any:
-    """Return `batch` in new containers, with `replace(tensor)` in place of each tensor.
+    """Return `batch` in new containers, with each tensor replaced by `replace(tensor)`.
 
     Containers are nodes of PyTorch's pytree: dictionaries, lists, tuples, named tuples, registered classes.
     Everything else, such as a NumPy array or a dataclass, is copied with all its contents.
@@ -137,7 +137,7 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Return a tensor with the same memory and the same count of writes, but with its own `grad`."""
+    """Return a tensor with the same memory and the same count of writes, but a separate `grad`."""
     if tensor.is_inference():
         return tensor.clone()  # its writes are not counted
     return tensor if tensor.grad_fn is not None else tensor.detach().requires_grad_(tensor.requires_grad)
@@ -148,7 +148,7 @@ def _num_writes(tensor: Tensor) -> int:
 
 
 def change_of(held: HeldBatch) -> str:
-    """Describe a write into a batch since it arrived; empty if there was none."""
+    """Describe a write into a batch since its arrival; empty if there was none."""
     for path, tensor, before in held.writes:
         if (now := _num_writes(tensor)) != before:
             return (

@@ -1,11 +1,11 @@
 """Whether a loader draws random numbers on the reading thread: runs of one seed may then differ.
 
-The generators of PyTorch, NumPy and Python belong to the process. Where a data set without workers draws from them on
-the reading thread, and the training loop draws from them too, chance decides who comes first.
+The generators of PyTorch, NumPy and Python belong to the process. If a data set without workers draws from them on the
+reading thread, and the training loop draws from them too, chance decides the order.
 
-A generator shows that some thread has drawn, but not which one. But while the caller waits for a batch, only the
-reading thread runs. What changes then was drawn there. The first wait of a pass raises a suspicion and no more:
-samplers draw the order of the epoch in it, always before the first step.
+A generator shows that some thread has drawn, but not which. While the caller waits for a batch, only the reading thread
+runs, so a change then comes from that thread. A change in the first wait of a pass only raises suspicion: samplers draw
+the order of the epoch then, always before the first step.
 """
 
 import pickle
@@ -19,13 +19,13 @@ import torch
 from stretto.echo.reader import Fetched, Reader, ThreadReader
 
 WAITS = 5
-"""Number of waits after the first that are looked at, once there is a suspicion."""
+"""Number of waits after the first that are checked, once there is a suspicion."""
 WAIT_SECONDS = 0.1
-"""Longest time by which each of them is made longer, so that a read falls into it even where a batch was ready."""
+"""Longest extension of each of these waits, so that a read falls into it even if a batch was ready."""
 
 
 class DrawWatch:
-    """Watches the first waits for a loader, and warns once if it draws."""
+    """Checks the first waits for a loader, and warns once if the loader draws."""
 
     def __init__(self) -> None:
         self._waits_left = WAITS
@@ -33,14 +33,13 @@ class DrawWatch:
         """States before a pass; None once its first batch has been taken."""
 
     def begin(self) -> None:
-        """Say that a pass is about to begin, before anything is read."""
+        """Record the states before a pass reads anything."""
         self._at_start = _states() if self._waits_left else None
 
     def take(self, reader: Reader) -> Fetched:
-        """Return the result of `reader.take()`. Only another thread than the caller's can race for random numbers.
+        """Return the result of `reader.take()`. Only a thread other than the caller's can race for random numbers.
 
-        Warns:
-            RuntimeWarning: The loader has drawn meanwhile.
+        Warns: RuntimeWarning: The loader drew random numbers during the wait.
         """
         if not self._waits_left or not (isinstance(reader, ThreadReader) and reader.has_thread):
             return reader.take()
@@ -65,7 +64,7 @@ class DrawWatch:
 
 
 def _states() -> Mapping[str, bytes]:
-    """Return the states of the process's generators, to be compared."""
+    """Return the states of the process's generators, for comparison."""
     return {
         "torch": torch.get_rng_state().numpy().tobytes(),
         "NumPy": pickle.dumps(np.random.get_state(legacy=False)),

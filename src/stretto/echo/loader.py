@@ -1,4 +1,4 @@
-"""`EchoLoader`: gives out the batches of a loader, some of them several times, while the next ones are read.
+"""`EchoLoader`: yields the batches of a loader, some of them several times, while the next batches are read.
 
 At every step
 
@@ -6,9 +6,9 @@ At every step
     2. a fresh batch is taken from the reader, placed, and put into the buffer;
     3. the use is counted, and the batch is given out through `transform`.
 
-A held batch is given out only where its gradient can be another than before: in another update, and at parameters
-that it has not met. Otherwise a fresh one takes its place. Each step gives out exactly one batch. Ranks may therefore
-decide differently, and their collectives still match.
+A held batch is used again only if its gradient can be new: in another update, and at parameters at which it was not
+used. Otherwise a fresh batch is used. Each step yields exactly one batch, so ranks may decide differently, and their
+collectives still match.
 """
 
 import math
@@ -41,18 +41,18 @@ from stretto.errors import ConfigError, OutOfTurn
 
 Batch = TypeVar("Batch")
 _unfed: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Loaders with a pass in progress that no `feed` has begun: nothing else ties them to the job that trains with them."""
+"""Loaders with a pass in progress that `feed` did not start; nothing else connects them to the job that they train."""
 
 
 def check_unfed(micro_batches: int | None, where: object) -> None:
-    """Raise where a loop without `feed` takes echoes for other updates than its job's.
+    """Raise if a loop without `feed` counts an echo's updates differently from its job.
 
     Args:
-        micro_batches: Of an update of the job; None where they have different numbers.
-        where: In messages.
+        micro_batches: Micro-batches in an update of the job; None if the number varies.
+        where: The place, for messages.
 
     Raises:
-        ConfigError: Says what to write.
+        ConfigError: The numbers differ; the message gives the correct setting.
     """
     told = {loader.options.micro_batches or 1 for loader in _unfed}
     if told and micro_batches not in told:
@@ -72,7 +72,7 @@ def check_iterable(loader: object, call: str) -> None:
     """Raise unless a loader can be iterated.
 
     Raises:
-        ConfigError: Names the call that it was given to.
+        ConfigError: It cannot; the message names the call that received it.
     """
     is_iterable = hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")
     if not is_iterable or getattr(loader, "shape", None) == ():  # a tensor of one number says that it can
@@ -82,7 +82,7 @@ def check_iterable(loader: object, call: str) -> None:
 
 
 class EchoLoader(Generic[Batch]):
-    """Gives out the batches of `loader`, some of them several times, as a plan says.
+    """Yields the batches of `loader`, some of them several times, by a plan.
 
         for batch in parallel.feed(EchoLoader(loader, Even(2.5))):
             ...
@@ -117,14 +117,14 @@ class EchoLoader(Generic[Batch]):
             loader: This rank's training batches: any iterable. Do not echo a validation, whose batches must count
                 once.
             plan: When to echo; None is `Ready()`, which never echoes a loader that is fast enough.
-            place: Called once with every fresh batch, before it is held. A copy to the device belongs here, so that
-                echoes cost no transfer. It must return new tensors for every batch.
-            transform: Called at every use, with the held batch. Random augmentation belongs here, so that every use
-                has its own. It must not write into its argument.
+            place: Called once with every fresh batch, before it is held. Copy to the device here, so that echoes cost
+                no transfer. It must return new tensors for every batch.
+            transform: Called at every use, with the held batch. Apply random augmentation here, so that it differs
+                between uses. It must not write into its argument.
             options: The other options; None for the defaults.
 
         Raises:
-            ConfigError: An argument is of the wrong kind, or the plan is `Ready` and nothing is read in the background.
+            ConfigError: An argument has the wrong type, or the plan is `Ready` and nothing is read in the background.
         """
         check_iterable(loader, "EchoLoader")
         self.loader = loader
@@ -151,16 +151,16 @@ class EchoLoader(Generic[Batch]):
         self._selector_at_epoch = self._selector.state_dict()
         self._buffer = EchoBuffer()
         self._micro_batches: int | None = self.options.micro_batches or 1
-        """Of every update of the newest pass; None where they have different numbers."""
+        """Micro-batches in every update of the newest pass; None if the number varies."""
         self._reader: Reader | None = None
-        """Of the newest pass, also when that is over: its last read may still be in progress."""
+        """The reader of the newest pass, even after its end: its last read may still be in progress."""
         self._draws = DrawWatch()
         self._asked: Fetched | None = None
-        """What the loader gave when it was asked whether it has more; the next fresh batch."""
+        """The loader's answer to the question whether it has more; the next fresh batch."""
         self._state_after: Any = None
-        """State of the bare loader after the newest batch that was taken from the reader."""
+        """State of the bare loader after the newest batch from the reader."""
         self._resumption: Resumption | None = None
-        """Of a state that was loaded, until the next iterator begins; and that state itself."""
+        """Remaining work after a load, until the next iterator begins; and the loaded state."""
         self._loaded_state: dict[str, Any] | None = None
 
     @property
@@ -170,22 +170,22 @@ class EchoLoader(Generic[Batch]):
 
     @property
     def steps(self) -> int:
-        """Batches given out so far, over all epochs."""
+        """Number of batches returned so far, over all epochs."""
         return self._position.step
 
     @property
     def fresh_batches(self) -> int:
-        """Fresh batches given out so far, over all epochs."""
+        """Number of fresh batches returned so far, over all epochs."""
         return self._position.fresh
 
     @property
     def updates(self) -> int:
-        """Updates begun so far, over all epochs."""
+        """Number of updates begun so far, over all epochs."""
         return self._position.updates
 
     @property
     def mixed_updates(self) -> int:
-        """Updates among them whose batches were fresh in part and held in part."""
+        """Number of these updates with some fresh and some held batches."""
         return self._position.mixed
 
     def __getstate__(self) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class EchoLoader(Generic[Batch]):
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        """Return the number of batches in this epoch, or in the next one between two epochs; with echoes.
+        """Return the number of batches in this epoch, or between epochs in the next one, including echoes.
 
         It is exact where every update changes the parameters; otherwise there are fewer.
 
@@ -225,10 +225,10 @@ class EchoLoader(Generic[Batch]):
             _unfed.discard(self)
 
     def over(self, updates: Updates) -> Iterator[Batch]:
-        """Return an iterator over a pass whose batches go to `updates`; `feed` calls this.
+        """Return an iterator over a pass whose batches are for `updates`; `feed` calls this.
 
         Raises:
-            ConfigError: `EchoOptions(micro_batches=...)` names another number.
+            ConfigError: `EchoOptions(micro_batches=...)` has another number.
         """
         told = self.options.micro_batches
         if told is not None and updates.is_fixed and told != updates.micro_batches:
@@ -262,12 +262,12 @@ class EchoLoader(Generic[Batch]):
             reader.close()
 
     def has_more(self, ends_update: bool) -> bool:
-        """Return whether the pass may give another batch, which is not chosen yet: it depends on parameters to come.
+        """Return whether the pass may have another batch, which is not chosen yet: it depends on future parameters.
 
-        The loader may be waited for. Only a False is certain.
+        It may wait for the loader. Only False is certain.
 
         Args:
-            ends_update: Whether the batch that was given last is the last one of its update.
+            ends_update: Whether the last returned batch is the last one of its update.
         """
         if self._reader is None or not self._ask(self._reader).has_ended:
             return self._reader is not None
@@ -275,11 +275,11 @@ class EchoLoader(Generic[Batch]):
         return not ends_update or self._repeats(self._position.update + 1, self._buffer.held, self._reader)
 
     def set_epoch(self, epoch: int) -> None:
-        """Call `set_epoch(epoch)` of the loader, its samplers and its dataset, once on each that has it."""
+        """Call `set_epoch(epoch)` on the loader, its samplers and its dataset, once on each that has it."""
         set_epoch(self.loader, epoch)
 
     def close(self) -> None:
-        """End the pass in progress, and do not wait for the loader. The next iterator begins another."""
+        """End the pass in progress without waiting for the loader. The next iterator starts another pass."""
         if self._reader is not None:
             self._reader.close()
 
@@ -313,7 +313,7 @@ class EchoLoader(Generic[Batch]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was saved, from the next iterator on, in the way that `EchoOptions.resume` sets.
+        """Continue where `state` was saved, starting with the next iterator, as `EchoOptions.resume` sets.
 
         Under a plan of another class the counts continue and the plan begins again.
 
@@ -332,7 +332,7 @@ class EchoLoader(Generic[Batch]):
         self._resumption = restore_loader(self.loader, state, self.options.resume)
 
     def _resume(self, resumption: Resumption, reader: Reader) -> None:
-        """Put the batches that the saved run held into the buffer again."""
+        """Restore the batches that the saved run held in the buffer."""
         for _ in range(resumption.skip):
             self._state_after = self._refetch(reader).state
         first = self._position.fresh - len(resumption.held)
@@ -351,7 +351,7 @@ class EchoLoader(Generic[Batch]):
         return fetched
 
     def _epoch(self, reader: Reader, updates: Updates) -> Iterator[Batch]:
-        """Give out batches until the data end."""
+        """Yield batches until the data end."""
         position, buffer = self._position, self._buffer
         handed_out = math.nan
         while True:
@@ -389,12 +389,12 @@ class EchoLoader(Generic[Batch]):
         return next(again, None) if position.repeats else None
 
     def _repeats(self, update: int, usable: list[HeldBatch], reader: Reader) -> bool:
-        """Return whether `update` uses the batches of the one before again, under a plan that decides by update."""
+        """Return whether `update` repeats the batches of the previous update, under a plan that decides by update."""
         again = [one for one in usable if one.update == update - 1]
         return bool(again) and self._selector.select(update, again, reader.is_ready) is not None
 
     def _ask(self, reader: Reader) -> Fetched:
-        """Return what the loader gives next and keep it, and count the time."""
+        """Return the loader's next item and keep it, and count the time."""
         if self._asked is None:
             started = reader.now()
             self._asked = self._draws.take(reader)
@@ -403,20 +403,20 @@ class EchoLoader(Generic[Batch]):
         return self._asked
 
     def _fetch(self, reader: Reader) -> Fetched:
-        """Take what the loader gives next."""
+        """Return the loader's next item."""
         fetched, self._asked = self._ask(reader), None
         if fetched.has_ended:
             self._state_after = fetched.state
         return fetched
 
     def _hold(self, batch: Any, state_after: Any, size: int, **fields: Any) -> HeldBatch:
-        """Put a batch into the buffer. Containers and arrays that `place` gives may be its own."""
+        """Put a batch into the buffer. Containers and arrays from `place` may be `place`'s own."""
         placed = batch if self._place is None else rebuilt(self._place(batch), lambda tensor: tensor)
         state_before, self._state_after = self._state_after, state_after
         return self._buffer.add(placed, size, state_before=state_before, **fields)
 
     def _use(self, held: HeldBatch, parameters: int | None, load_seconds: float, use_seconds: float) -> Batch:
-        """Count a use and return the batch. Counted first: a state that is saved during the use includes it."""
+        """Count a use and return the batch. The count comes first, so that a state saved during the use includes it."""
         position = self._position
         batch: Batch = self._buffer.use(held, position.step, position.update, parameters)
         self.use_index, self.batch_index = held.uses, held.number

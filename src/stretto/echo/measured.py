@@ -1,4 +1,4 @@
-"""How many uses of a batch cost nothing: measured once within a run (`Auto`), or before it (`diagnose`).
+"""The number of uses of a batch that cost no time: measured once within a run (`Auto`), or before it (`diagnose`).
 
     L       the loader alone, seconds per fresh batch
     C + A   the step on one batch: computing, and communication that it waits for
@@ -31,19 +31,19 @@ from stretto.records import Update
 
 @dataclass(frozen=True, slots=True)
 class Auto(Plan):
-    """Measure over `window` fresh batches without echo, then use every batch as often as is free.
+    """Measure over `window` fresh batches without echo, then use every batch as often as costs no time.
 
     `Auto` keeps the number that it found and saves it with the state. A resumed run therefore does not depend on the
     speed of the machine on which it resumes.
     """
 
     max_uses: float = 4.0
-    """Uses of a batch at most, however slow the loader is."""
+    """Most uses of a batch, however slow the loader is."""
     window: int = 32
-    """Number of fresh batches to measure, rounded up to whole updates; at least twice what the loader's workers keep
-    ready, because otherwise the measurement sees their stock and not their speed."""
+    """Number of fresh batches to measure, rounded up to whole updates; at least twice the number that the loader's
+    workers keep ready, because otherwise the measurement counts ready batches instead of the loader's speed."""
     skip: int = 4
-    """Number of batches at the beginning of the window that are not counted: workers start, memory is new."""
+    """Number of batches at the start of the window that are not counted, while workers start and memory is new."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -54,7 +54,7 @@ class Auto(Plan):
 
     @property
     def is_predictable(self) -> bool:
-        """No: decisions depend on measured times."""
+        """False: decisions depend on measured times."""
         return False
 
     def selector(self, seed: int) -> Selector:
@@ -63,7 +63,7 @@ class Auto(Plan):
 
 
 class _AutoSelector(Selector):
-    """Measures under `Even(1)`, then decides as `Even` with the number that was found."""
+    """Measures under `Even(1)`, then decides as `Even` with the measured number."""
 
     def __init__(self, plan: Auto) -> None:
         self._plan = plan
@@ -76,7 +76,7 @@ class _AutoSelector(Selector):
         self._even = Even(1.0 if uses is None else uses).selector(seed=0)
         self._load_seconds: list[float] = []
         self._use_seconds: list[list[float]] = []
-        """Of every batch, by update."""
+        """By update: the seconds of every batch."""
 
     def select(
         self, update: int, held: Sequence[HeldBatch], is_ready: Callable[[], bool]
@@ -89,7 +89,7 @@ class _AutoSelector(Selector):
         self._even.record(record)
 
     def _measure(self, record: StepRecord) -> None:
-        """Add up times, until an update begins after the window. A use ends where the next batch is asked for."""
+        """Add up times until an update begins after the window. A use ends when the next batch is requested."""
         if self._use_seconds:
             self._use_seconds[-1].append(record.use_seconds)
         if record.slot == 0:
@@ -118,7 +118,7 @@ class _AutoSelector(Selector):
 
 
 def free_uses(load_seconds: Sequence[float], use_seconds: Sequence[float], max_uses: float) -> float:
-    """Return e*, at least 1 and at most `max_uses`, rounded down to hundredths; nan is not counted.
+    """Return e*, at least 1 and at most `max_uses`, rounded down to hundredths; NaN is ignored.
 
     Loads count by their mean, because a loader may deliver in bursts. Uses count by their median, because evaluations
     and checkpoints take time between batches too; those of an update count as one, by their mean, because the last one
@@ -139,35 +139,37 @@ def _hundredths(uses: float) -> float:
 WORTHWHILE = 1.1
 """Smallest e* at which an echo is recommended. Below it, errors of the measurement alone could explain the number."""
 USES_MAX = 4.0
-"""Uses per fresh batch that are recommended at most, however slow the loader is."""
+"""Most recommended uses per fresh batch, however slow the loader is."""
 IRREGULAR = 0.3
-"""Coefficient of variation of the load times from which `Ready` is recommended: `Even` would wait for late batches."""
+"""Coefficient of variation of load times above which `Ready` is recommended, since `Even` would wait for late
+batches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """The times that `diagnose` has measured, and what follows from them."""
+    """The times that `diagnose` has measured, and the conclusions."""
 
     load_seconds: float
     """L: mean time of the loader alone, per fresh batch."""
     load_variation: float
     """Standard deviation of that time, as a share of the mean."""
     step_seconds: float
-    """C + A: mean time of a step on one batch that is used again and again."""
+    """C + A: mean time of a step on one batch that is used repeatedly."""
     exposed_seconds: float
-    """A: the part of it in which the step waited for communication, as far as its updates say; per batch."""
+    """A: the part of this time, per batch, for which the step waited for communication, as far as its updates report
+    it."""
     period_seconds: float
     """Mean time of a step with its fresh batch, in the user's loop."""
     step_variation: float = 0.0
     """Standard deviation of `step_seconds` between updates, as a share of it."""
     period_variation: float = 0.0
-    """The same of `period_seconds`."""
+    """Standard deviation of `period_seconds` between updates, as a share of it."""
     advice: tuple[str, ...] = ()
-    """What to try before an echo where the loop waits for data, the cheapest first."""
+    """Remedies to try before an echo if the loop waits for data, the cheapest first."""
 
     @property
     def free_uses(self) -> float:
-        """e*: the uses per fresh batch that are free."""
+        """e*: the uses per fresh batch that cost no time."""
         return self.load_seconds / self.step_seconds
 
     @property
@@ -182,12 +184,12 @@ class Diagnosis:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether the loop took clearly less time than one of its parts: then other work slowed that part."""
+        """Whether the loop took clearly less time than one of its parts, because other work slowed that part."""
         return self.period_seconds * WORTHWHILE < max(self.step_seconds, self.load_seconds)
 
     @property
     def plan(self) -> Plan | None:
-        """The plan to use; None where an echo cannot help."""
+        """The recommended plan; None if an echo cannot help."""
         if not self.is_input_bound:
             return None
         if self.load_variation >= IRREGULAR:
@@ -237,19 +239,19 @@ def diagnose(
     now: Callable[[], float] = time.perf_counter,
     told: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Diagnosis:
-    """Measure a loader and a step, first apart and then together. All ranks of a job must call it alike.
+    """Measure a loader and a step, first separately and then together. All ranks of a job must call it alike.
 
-    The steps are real ones: they train the model.
+    The steps are real and train the model.
 
     Args:
-        loader: The training loader. It must begin again after its end. Of an `EchoLoader` the bare loader is measured.
+        loader: The training loader. It must restart after its end. For an `EchoLoader` the bare loader is measured.
         step: Trains on one batch and returns the update if there was one, as `parallel.micro_batch` does.
-        batches: Number of batches in each of the three measurements: those of whole updates, because the last one of an
-            update waits for communication; at least twice what the loader's workers keep ready, because otherwise their
-            stock is measured.
-        skip: Number of batches at the beginning of each measurement that are not counted.
+        batches: Number of batches in each of the three measurements. Use whole updates, because the last batch of an
+            update waits for communication; and at least twice the number that the loader's workers keep ready, because
+            otherwise these are measured.
+        skip: Number of batches at the start of each measurement that are not counted.
         now: Returns the time in seconds, on the clock to measure by.
-        told: Called before each batch with the name of the measurement, its batches so far, and their number in all.
+        told: Called before each batch with the name of the measurement, its batches so far, and their total.
 
     Raises:
         ConfigError: The loader has no batch, or a number is out of its range.
@@ -283,7 +285,7 @@ def diagnose(
 
 
 def _telling(told: Callable[[str, int, int], None], what: str, total: int) -> Iterator[int]:
-    """Yield the numbers of the batches of a measurement, and report each number first."""
+    """Yield the batch numbers of a measurement, and report each number first."""
     for number in range(total):
         told(what, number, total)
         yield number
@@ -312,12 +314,12 @@ def _load_seconds(source: Iterator[Any], now: Callable[[], float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """What steps have taken."""
+    """The measured times of steps."""
 
     seconds: float
-    """Mean of one."""
+    """Mean seconds of a step."""
     exposed_seconds: float
-    """Of it, waiting for communication."""
+    """Seconds of these spent waiting for communication."""
     variation: float
     """Standard deviation between updates, as a share of the mean."""
 
@@ -329,7 +331,7 @@ def _time_steps(
     now: Callable[[], float],
     numbers: Iterator[int],
 ) -> _Steps:
-    """Return what steps take that follow `skip` others; `numbers` counts all of them."""
+    """Return the times of steps after `skip` others; `numbers` counts all of them."""
     for _ in itertools.islice(numbers, skip):
         step(batch())
     exposed = 0.0
@@ -359,7 +361,7 @@ def _variation(seconds: Sequence[float]) -> float:
 
 
 def _synchronize() -> None:
-    """Wait for a device that runs behind the host."""
+    """Wait for a device that lags behind the host."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 

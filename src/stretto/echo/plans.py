@@ -36,7 +36,7 @@ class Plan(ABC):
 
     @property
     def pool(self) -> int:
-        """Number of fresh batches that are held for further uses, the last ones, where updates have one micro-batch.
+        """Number of the latest fresh batches that are held for more uses, if updates have one micro-batch.
 
         One more is held for every further micro-batch of an update.
         """
@@ -44,7 +44,7 @@ class Plan(ABC):
 
     @property
     def echoes(self) -> bool:
-        """Whether any batch is ever used again, but to fill an epoch of fixed length."""
+        """Whether any batch is used again, except to fill an epoch of fixed length."""
         return True
 
     @property
@@ -54,7 +54,9 @@ class Plan(ABC):
 
     @property
     def is_predictable(self) -> bool:
-        """Whether seed and update alone decide, so that the length of an epoch is known before it begins."""
+        """Whether decisions depend only on seed and update, so that the length of an epoch is known before it
+        begins.
+        """
         return True
 
     @abstractmethod
@@ -63,7 +65,7 @@ class Plan(ABC):
 
 
 def check_plan(plan: object) -> None:
-    """Raise ConfigError unless `plan` is a plan, and say which one was probably meant."""
+    """Raise ConfigError unless `plan` is a plan; the message names the closest one."""
     if isinstance(plan, Plan):
         return
     meant = ""
@@ -80,51 +82,51 @@ def check_plan(plan: object) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """What happened when one batch was given out."""
+    """A record of one returned batch."""
 
     update: int
-    """Updates begun before the one that uses the batch."""
+    """Number of updates begun before the one that uses the batch."""
     slot: int
-    """Batches that this update has used before."""
+    """Number of batches that this update used before."""
     is_fresh: bool
-    """Whether the batch was given out for the first time."""
+    """Whether it was the batch's first use."""
     load_seconds: float
     """Time that the bare loader took for the batch; nan if it was held."""
     use_seconds: float
-    """Time that the caller spent on the previous batch, until it asked for this one; nan for the first one."""
+    """Time that the caller spent on the previous batch, until it requested this one; NaN for the first batch."""
 
 
 class Selector:
-    """Decides for a plan. A subclass needs `select`, and the other methods if it remembers anything."""
+    """Decides for a plan. A subclass implements `select`, and the other methods if it has state."""
 
     is_measuring: bool = False
-    """Whether `StepRecord.use_seconds` is needed now. A device that runs behind the host is then waited for."""
+    """Whether `StepRecord.use_seconds` is needed now; then the loader waits for a device that lags behind the host."""
 
     def select(
         self, update: int, held: Sequence[HeldBatch], is_ready: Callable[[], bool]
     ) -> HeldBatch | None:
         """Return a held batch to use, or None for a fresh one. Changes nothing.
 
-        A plan that decides by update is asked at the first batch of an update. Any held batch as the answer then
-        means that the update repeats the batches of the update before.
+        For a plan that decides by update it is called at the first batch of an update. If it returns a held batch, the
+        update repeats the batches of the previous update.
 
         Args:
             update: Updates begun before this one.
-            held: The batches that may be used now, at least one: not used in this update, nor at these parameters.
-                The oldest is first. Under a plan that decides by update they are the batches of the update before.
+            held: The batches that may be used now, at least one: not used in this update, nor at these parameters. The
+                oldest is first. Under a plan that decides by update they are the batches of the previous update.
             is_ready: Returns whether a fresh batch is available without waiting.
         """
         raise NotImplementedError(f"{type(self).__name__} needs select(update, held, is_ready)")
 
     def record(self, record: StepRecord) -> None:
-        """Count a batch that was given out.
+        """Count a returned batch.
 
-        That is what `select` returned, unless no held batch could be used, or held batches fill an epoch of fixed
-        length after the data have ended.
+        It is the batch from `select`, unless no held batch could be used, or held batches fill an epoch of fixed length
+        after the data have ended.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the selector remembers, as plain values."""
+        """Return the selector's state as plain values."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -132,18 +134,18 @@ class Selector:
 
 
 def least_used(held: Sequence[HeldBatch]) -> HeldBatch:
-    """Return the batch with the fewest uses; the oldest if there are several."""
+    """Return the batch with the fewest uses; the oldest of several."""
     return min(held, key=lambda one: (one.uses, one.number))
 
 
 def epoch_length(selector: Selector, num_fresh: int, update: int, micro_batches: int = 1) -> int:
-    """Return the number of batches that an epoch gives out under a predictable plan.
+    """Return the number of batches in an epoch under a predictable plan.
 
     Args:
-        selector: In its state at the beginning of the epoch; this function changes it.
+        selector: Its state is that at the beginning of the epoch; this function changes it.
         num_fresh: Batches of the bare loader.
         update: Updates begun before the epoch.
-        micro_batches: Of an update.
+        micro_batches: Number per update.
     """
     held: list[HeldBatch] = []
     loaded = length = 0
@@ -174,9 +176,9 @@ LOAD = 1 << 62
 class Even(Plan):
     """Use the batches of every update in `uses` updates. With 2.5, two and three uses alternate.
 
-    Update t earns `1 / uses(t)` of a load, which is fresh batches for one update. They are loaded when more has been
-    earned than spent. With constant `uses`, n loads make floor(n * uses) updates. Uses that could change nothing are
-    not made, and fresh batches take their places; there are fewer updates then.
+    A load is fresh batches for one update, and update t earns `1 / uses(t)` of a load. Fresh batches are loaded when
+    more loads have been earned than spent. With constant `uses`, n loads give floor(n * uses) updates. Uses that could
+    change nothing are replaced by fresh batches, which gives fewer updates.
     """
 
     uses: Schedule = 2.0
@@ -189,7 +191,6 @@ class Even(Plan):
 
     @property
     def echoes(self) -> bool:
-        """Whether there is more than one use."""
         return self.uses != 1
 
     def selector(self, seed: int) -> Selector:
@@ -201,7 +202,7 @@ class _EvenSelector(Selector):
     def __init__(self, uses: Schedule) -> None:
         self._uses = uses
         self._credit = 0
-        """Loads earned less loads spent, in units of `LOAD`; from -LOAD to 0."""
+        """Loads earned minus loads spent, in units of `LOAD`; from -LOAD to 0."""
 
     def select(
         self, update: int, held: Sequence[HeldBatch], is_ready: Callable[[], bool]
@@ -238,7 +239,7 @@ def _earned(uses: Schedule, update: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Bernoulli(Plan):
-    """Use fresh batches with probability `p` in every update, otherwise those of the update before again.
+    """Use fresh batches with probability `p` in every update, otherwise repeat the batches of the previous update.
 
     Uses of a batch are geometric with mean 1 / p. At equal loads the averaged gradient has (2 - p) times the variance
     that it has under `Even`, and some batches are used very often: with p = 0.2 one in ninety more than 20 times.
@@ -250,7 +251,7 @@ class Bernoulli(Plan):
     p: Schedule = 0.5
     """Probability of fresh batches, above 0 and at most 1; a number, or a function of the update."""
     max_uses: int | None = None
-    """After so many uses fresh batches are certain; None for no limit."""
+    """Number of uses after which fresh batches are certain; None for no limit."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -287,7 +288,7 @@ def _probability(p: Schedule, update: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Ready(Plan):
-    """Use a fresh batch if one is ready, otherwise the least used of those held that this update has not used.
+    """Use a fresh batch if one is ready, otherwise the least used held batch that this update has not used.
 
     A fast loader is never echoed, and training does not wait for a slow or irregular loader until `max_uses` is
     reached, or until an update has used all held batches. Decisions depend on time. The batches of an update may be
@@ -295,13 +296,13 @@ class Ready(Plan):
     """
 
     pool: int = 12
-    """Number of batches to hold, and one more for every further micro-batch of an update; the cost in memory. One batch
-    would be used unevenly over an irregular loader: often in a long pause, once outside. In a very long pause, uses of
-    batches that have left the pool are lost: over loaders 2.5 times as slow as a step, eight ranks waited 3 % of the
-    time with 8 and hardly ever with 12."""
+    """Number of batches to hold, plus one for every further micro-batch of an update; they cost memory. A single
+    batch would be used unevenly over an irregular loader: often in a long pause, once outside. In a very long pause,
+    uses of batches that have left the pool are lost: with loaders 2.5 times as slow as a step, eight ranks waited 3
+    % of the time with 8 and hardly ever with 12."""
     max_uses: int = 4
-    """Uses of a batch at most. When all in the pool have had them, the device waits after all. Up to four passes over
-    the same data are about as good as fresh data; many more are not."""
+    """Most uses of a batch. When all batches in the pool have had them, the device waits. Up to four passes over the
+    same data are about as good as fresh data; many more are not."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -309,12 +310,12 @@ class Ready(Plan):
 
     @property
     def decides_by_update(self) -> bool:
-        """No: the loader is slow or fast from batch to batch."""
+        """False: the loader's speed varies from batch to batch."""
         return False
 
     @property
     def is_predictable(self) -> bool:
-        """No: the speed of the loader decides."""
+        """False: decisions depend on the loader's speed."""
         return False
 
     def selector(self, seed: int) -> Selector:

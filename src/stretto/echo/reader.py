@@ -1,8 +1,7 @@
 """Reading ahead: a thread fetches the next fresh batches while held ones are used.
 
-The loader's iterator is made on the caller's thread, because that is where a loader's workers should be forked. The
-reading thread only calls `next`. An exception of the loader is raised again where its batch is asked for, with its own
-traceback.
+The loader's iterator is made on the caller's thread, where a loader's workers should be forked. The reading thread only
+calls `next`. An exception of the loader is raised again when its batch is requested, with its own traceback.
 
 A loader may write every batch into the same memory: a plain loop no longer needs a batch when it asks for the next. A
 batch that is read ahead is not used by then, so the reader copies it. Batches from worker processes need no copy.
@@ -42,9 +41,9 @@ class Fetched:
     batch: Any
     """The batch; None at the end."""
     has_ended: bool
-    """Whether the data ended instead."""
+    """Whether the data ended instead of a batch."""
     seconds: float
-    """Time that the call took."""
+    """Duration of the call."""
     state: Any
     """State of the loader after the call; None for a loader without a state."""
 
@@ -66,11 +65,11 @@ class Reader(Protocol):
         ...
 
     def take(self) -> Fetched:
-        """Return the next batch, and wait for it if necessary. After the end, return the end again.
+        """Return the next batch, and wait for it if necessary. After the end, return the end every time.
 
         Raises:
             OutOfTurn: The reader was closed.
-            Exception: The loader's own.
+            Exception: The loader raised it.
         """
         ...
 
@@ -85,7 +84,7 @@ class Reader(Protocol):
 
 @runtime_checkable
 class BringsReader(Protocol):
-    """An iterator over batches that is to be read by its own reader."""
+    """An iterator over batches that provides a reader for its pass."""
 
     def open_reader(self, capture: Callable[[], Any], ahead: int) -> Reader:
         """Return the reader of this pass; see `ThreadReader` for the arguments."""
@@ -103,9 +102,9 @@ class ThreadReader(Reader):
     """Reads in the background, on its own thread.
 
     Args:
-        iterator: Gives the batches of one pass.
+        iterator: Yields the batches of one pass.
         capture: Returns a copy of the loader's state; called after every read.
-        ahead: Number of batches to have ready. With 0 a batch is read when it is asked for, on the caller's thread.
+        ahead: Number of batches to read ahead. With 0 a batch is read on request, on the caller's thread.
     """
 
     def __init__(self, iterator: Iterator[Any], capture: Callable[[], Any], ahead: int) -> None:
@@ -118,7 +117,7 @@ class ThreadReader(Reader):
         self._has_read = threading.Event()
         """Set after every read, and when the thread ends."""
         self._last: Fetched | BaseException | None = None
-        """The end of the data or an error, once it has been taken: the answer to every later call too."""
+        """The end of the data or an error, once taken: every later call returns it too."""
         self._thread: threading.Thread | None = None
         if ahead > 0:
             for _ in range(ahead):
@@ -152,7 +151,9 @@ class ThreadReader(Reader):
         return outcome
 
     def take_and_wait(self, seconds: float) -> Fetched:
-        """Return `take()` once something has been read since the call; after `seconds`, or the last read, anyway."""
+        """Return `take()` once something has been read since the call; at the latest after `seconds` or the last
+        read.
+        """
         self._has_read.clear()
         fetched = self.take()
         if self._thread is not None and self._thread.is_alive():
@@ -179,7 +180,7 @@ class ThreadReader(Reader):
             self._thread.join(WAKE_SECONDS)
 
     def _wait(self) -> Fetched | BaseException:
-        """Return what the thread has read next."""
+        """Return the next result of the thread."""
         if self._last is not None:
             return self._last
         while True:
@@ -210,7 +211,7 @@ class ThreadReader(Reader):
 
 
 def fetch(iterator: Iterator[Any], capture: Callable[[], Any]) -> Fetched | BaseException:
-    """Return the next batch, or the exception that the loader raises: `take` raises it on the caller's thread."""
+    """Return the next batch, or the loader's exception, which `take` raises on the caller's thread."""
     started = time.perf_counter()
     try:
         batch = next(iterator, iterator)  # itself stands for the end, because None may be a batch
@@ -227,8 +228,8 @@ def fetch(iterator: Iterator[Any], capture: Callable[[], Any]) -> Fetched | Base
 def end_workers(iterator: Iterator[Any]) -> None:
     """End the workers of an abandoned pass, if it has some; a read that waits for them fails and ends too.
 
-    PyTorch asks them to end, and terminates each that has not after 5 s. This function does not wait for that.
-    Workers that stay from pass to pass belong to their loader, which may be read again.
+    PyTorch asks them to end, and terminates each after 5 s. This function does not wait for that. Persistent workers
+    belong to their loader, which may be read again, so they stay.
     """
     if not isinstance(iterator, _MultiProcessingDataLoaderIter):
         return
@@ -240,5 +241,5 @@ def end_workers(iterator: Iterator[Any]) -> None:
 
 
 def is_last(outcome: Fetched | BaseException) -> bool:
-    """Return whether nothing comes after `outcome`: it is the end of the data, or an error."""
+    """Return whether nothing follows `outcome`: it is the end of the data, or an error."""
     return isinstance(outcome, BaseException) or outcome.has_ended

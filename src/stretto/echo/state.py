@@ -1,4 +1,4 @@
-"""The options of an echoed loader, and how it continues from a saved state.
+"""The options of an echoed loader, and its saved state.
 
 A saved state (`EchoLoader.state_dict`) is a mapping:
 
@@ -19,20 +19,20 @@ from stretto.errors import ConfigError
 from stretto.fields import check_at_least, check_fields, shown
 
 VERSION = 3
-"""Of the format above."""
+"""Version of this format."""
 
 Resume = Literal["refetch", "drop"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EchoOptions:
-    """Options of `EchoLoader` besides its plan."""
+    """Options of `EchoLoader` in addition to its plan."""
 
     seed: int = 0
     """Seed of the plan's random draws. With equal seeds all ranks echo at the same updates; seeds may also differ."""
     micro_batches: int | None = None
-    """Micro-batches of an update, for loops without `feed`: `gradient_accumulation_steps` of a Trainer. None is 1.
-    `feed` goes by its job, and refuses another number."""
+    """Micro-batches per update, for loops without `feed`, such as `gradient_accumulation_steps` of a Trainer. None
+    is 1. `feed` uses its job's number, and refuses another."""
     ahead: int = 2
     """Number of fresh batches to read in the background while others are used, and one more for every further
     micro-batch of an update. With 1 the loader stands still as soon as these are ready: `Even(2.5)` over a loader 2.5
@@ -50,7 +50,7 @@ class EchoOptions:
 
 @dataclass(kw_only=True, slots=True)
 class Position:
-    """Where the loader of one rank stands."""
+    """The position of one rank's loader."""
 
     step: int = 0
     """Batches given out, over all epochs."""
@@ -59,7 +59,7 @@ class Position:
     updates: int = 0
     """Updates begun, over all epochs."""
     mixed: int = 0
-    """Those among them whose batches were fresh in part."""
+    """Number of these updates with some fresh and some held batches."""
     epoch_step: int = 0
     """Batches given out before this epoch."""
     epoch_fresh: int = 0
@@ -71,11 +71,11 @@ class Position:
     slot: int = 0
     """Batches that the update in progress has used."""
     fresh_slots: int = 0
-    """Fresh batches among them."""
+    """Number of fresh batches among these."""
     slots_before: int = 0
-    """Batches that the update before has used."""
+    """Number of batches that the previous update used."""
     repeats: bool = False
-    """Whether the update in progress uses the batches of the one before again."""
+    """Whether the update in progress repeats the batches of the previous one."""
 
     @property
     def update(self) -> int:
@@ -89,7 +89,7 @@ class Position:
         self.slot = 0
 
     def end_epoch(self) -> None:
-        """End the epoch. An update that has got no batch did not begin."""
+        """End the epoch. An update without a batch did not begin."""
         self.updates -= self.slot == 0 and self.updates > self.epoch_updates
         self.in_epoch = False
 
@@ -99,11 +99,11 @@ class Position:
         self.slots_before, self.slot, self.fresh_slots = self.slot, 0, 0
 
     def repeat(self, repeats: bool) -> None:
-        """Let the update in progress use the batches of the one before again, or not."""
+        """Set whether the update in progress repeats the batches of the previous update."""
         self.repeats = repeats
 
     def count(self, is_fresh: bool) -> None:
-        """Count a batch that is given out."""
+        """Count a returned batch."""
         was_mixed = 0 < self.fresh_slots < self.slot
         self.step += 1
         self.slot += 1
@@ -114,14 +114,14 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumption:
-    """What the first iterator after `load_state_dict` does before it gives out a batch."""
+    """The work of the first iterator after `load_state_dict` before it returns a batch."""
 
     skip: int
-    """Number of fresh batches to read and throw away."""
+    """Number of fresh batches to read and drop."""
     held: Sequence[dict[str, Any]]
     """Uses so far of the batches to hold again, oldest first: fields of `HeldBatch`."""
     state: Any
-    """State of the bare loader at this place, where it has one."""
+    """State of the bare loader at this place, if it has one."""
 
 
 def check_state(state: object, seed: int) -> None:
@@ -168,26 +168,26 @@ def restore_loader(loader: Any, state: dict[str, Any], resume: Resume) -> Resump
 
 
 def left(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a loader that has left the pass in which `state` was saved."""
+    """Return the state of a loader after the end of the pass in which `state` was saved."""
     position = {**state["position"], "in_epoch": False}
     return {**state, "position": position, "held": [], "before": state["after"]}
 
 
 def state_of(loader: Any) -> Any:
-    """Return a copy of the loader's state, which the loader may continue to change; None if it has none."""
+    """Return a copy of the loader's state, which it may continue to change; None if it has none."""
     return copy.deepcopy(loader.state_dict()) if hasattr(loader, "state_dict") else None
 
 
 def state_at_start(loader: Any) -> Any:
     """Return the loader's state before the first batch of a pass; None if every pass begins at the start without it.
 
-    A streaming data set of Hugging Face still has the state of the pass before until its first batch is read.
+    A streaming data set of Hugging Face keeps the state of the previous pass until its first batch is read.
     """
     return None if _begins_where_loaded(loader) else state_of(loader)
 
 
 def begin_at_start(loader: Any) -> None:
-    """Let the next pass begin with the first batch.
+    """Let the next pass start with the first batch.
 
     A streaming data set of Hugging Face begins every pass where a state was loaded once, until user code sets another
     epoch.
@@ -199,7 +199,7 @@ def begin_at_start(loader: Any) -> None:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Call `set_epoch(epoch)` of a loader, its samplers and its dataset, once on each that has it."""
+    """Call `set_epoch(epoch)` on a loader, its samplers and its dataset, once on each that has it."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts: list[Any] = [
         loader,

@@ -21,7 +21,7 @@ Batch = TypeVar("Batch")
 
 
 class InputStatistics:
-    """Takes batches from a loader for a training loop, and counts until the next update.
+    """Takes batches from a loader for a training loop, and counts them until the next update.
 
     Args:
         now: Returns the time in seconds, on the clock of the waits.
@@ -30,9 +30,10 @@ class InputStatistics:
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
         self.echo: EchoLoader[Any] | None = None
-        """The loader of the pass in progress, if it is one."""
+        """The loader of the pass in progress, if it is an `EchoLoader`."""
         self.uses: list[int] = []
-        """Which use each batch was that was given out since the last update; who gives one out adds it."""
+        """Use numbers of the batches returned since the last update; the caller that returns a batch appends its
+        number."""
         self._last_use = 0  # of the batch in hand, where none was given out since
         self._mixed_before = 0
         self._wait_seconds = 0.0
@@ -45,7 +46,7 @@ class InputStatistics:
         return iter(loader) if self.echo is None else self.echo.over(updates)
 
     def take(self, batches: Iterator[Any], nothing: object) -> tuple[Any, int]:
-        """Return the next of `batches`, or `nothing` after the last one, and which use of it that is."""
+        """Return the next of `batches`, or `nothing` after the last one, and the number of its use."""
         waited = 0.0 if self.echo is None else self.echo.wait_seconds
         started = self._now()
         batch = next(batches, nothing)
@@ -54,7 +55,7 @@ class InputStatistics:
         return batch, 1 if self.echo is None else self.echo.use_index
 
     def note(self, loss: Tensor | None, weight: float, samples: int) -> int:
-        """Return how many of the samples of the batch in hand are at their first use: all or none.
+        """Return how many of the samples of the current batch are used for the first time: all or none.
 
         Keep its loss too, if an `EchoLoader` gave it for the first time; its value is read at the update.
         """
@@ -64,7 +65,7 @@ class InputStatistics:
         return samples if is_fresh else 0
 
     def fill(self, update: Update) -> Update:
-        """Return `update` with the statistics since the update before it, and begin again."""
+        """Return `update` with the statistics since the previous update, and start again."""
         fresh = self.uses.count(1)
         self._last_use = self.uses[-1] if self.uses else self._last_use
         mixed = 0 if self.echo is None else self.echo.mixed_updates
@@ -87,7 +88,7 @@ def _weighted_mean(losses: list[tuple[Tensor, float]]) -> float:
 
 
 def num_samples(batch: object) -> int:
-    """Return the length of the first tensor or array found in a batch, or 1: a record, for which no job may end."""
+    """Return the length of the first tensor or array in a batch, or 1; it is only a record, so it never raises."""
     if type(batch) is Tensor:
         return int(batch.size(0)) if batch.dim() else 1
     try:
@@ -100,7 +101,7 @@ def num_samples(batch: object) -> int:
 
 
 def leaves_of(batch: object) -> Iterator[object]:
-    """Yield what the containers of a batch hold: tensors, arrays and anything else."""
+    """Yield the items in the containers of a batch: tensors, arrays and any other objects."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(

@@ -32,12 +32,12 @@ def parse_plan(text: str, updates: Length | None = None) -> Plan:
     """Read a plan; its settings are the fields of its class.
 
     Args:
-        text: As in the module's first line.
-        updates: Of the run: the length of a schedule that names none. None where it is not known.
+        text: The text, as in the module's first line.
+        updates: Length of the run, for a schedule that has none. None if it is not known.
 
     Raises:
         UnknownName: No such plan, or the plan has no such setting.
-        ConfigError: A value cannot be read, or cannot be; or a schedule has no length.
+        ConfigError: A value cannot be read, or is not allowed; or a schedule has no length.
     """
     plan: Plan = read_record(
         "echo plan", text, PLANS, {Schedule: lambda word: over(parse_schedule(word), updates)}

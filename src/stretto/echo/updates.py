@@ -1,4 +1,4 @@
-"""What batches are taken for: the updates of a job, and the parameters that a batch meets there.
+"""The update that uses a batch, and the parameters at that update.
 
 `feed` knows both, and an `EchoLoader` asks it before every batch. In other loops you set the number of micro-batches
 of an update (`EchoOptions(micro_batches=...)`), and every update is taken to change the parameters.
@@ -9,11 +9,11 @@ from typing import Protocol
 
 
 class Updates(Protocol):
-    """The updates that the batches of one pass go to, on this rank."""
+    """The updates that use the batches of one pass, on this rank."""
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of an update; the least, where the number is not fixed."""
+        """Micro-batches per update; the smallest number, if it varies."""
         ...
 
     @property
@@ -22,15 +22,15 @@ class Updates(Protocol):
         ...
 
     def begins(self, slot: int) -> bool:
-        """Return whether the next batch is the first of an update; asked once before each.
+        """Return whether the next batch is the first of an update; called once before each batch.
 
         Args:
-            slot: Batches that were given out since the last one began.
+            slot: Number of batches returned since the last update began.
         """
         ...
 
     def parameters(self) -> int | None:
-        """Return a fingerprint of the parameters that the next batch meets; None if unknown."""
+        """Return a fingerprint of the parameters for the next batch; None if unknown."""
         ...
 
 
@@ -39,13 +39,13 @@ class CountedUpdates:
     """Updates of a loop without `feed`: each has the same number of batches."""
 
     micro_batches: int
-    """Of an update."""
+    """Number per update."""
     is_fixed: bool = True
 
     def begins(self, slot: int) -> bool:
-        """Return whether the update before has all its batches."""
+        """Return whether the previous update has all its batches."""
         return slot >= self.micro_batches
 
     def parameters(self) -> int | None:
-        """Return None: the loop does not say."""
+        """Return None: the loop does not report parameters."""
         return None

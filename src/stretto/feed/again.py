@@ -36,7 +36,7 @@ def has_state(loader: object) -> bool:
 
 
 def draws_of(loader: Any, device: torch.device) -> dict[str, Any]:
-    """Return the random states and the epoch that decide the batches of a loader's next pass."""
+    """Return the random states and the epoch that determine the batches of a loader's next pass."""
     return {
         "random": written_random_states(device),
         "generators": [one.get_state() for one in _generators(loader)],
@@ -90,7 +90,7 @@ def rest_of_pass(
 
 
 def digest_of(batch: object) -> int:
-    """Return a digest of what a batch holds; 0 if it has none."""
+    """Return a digest of a batch's content; 0 if it cannot be computed."""
     try:
         leaves = [torch.as_tensor(one) if isinstance(one, np.ndarray) else one for one in leaves_of(batch)]
         told = [(digest(one), one.shape) if isinstance(one, Tensor) else one for one in leaves]

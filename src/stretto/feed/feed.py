@@ -1,4 +1,4 @@
-"""Gives out batches to the user's loop, each once, until all ranks come to the same end.
+"""Yields batches to the user's loop, each once, until all ranks end together.
 
 Note [The end of the data]
     Ranks learn from the round reports that one of them has no more data. A loader with a length is asked once more
@@ -42,10 +42,9 @@ from stretto.records import Update
 
 Batch = TypeVar("Batch")
 NOTHING = object()
-"""What an exhausted loader gives."""
+"""The result of an exhausted loader."""
 Take: TypeAlias = Callable[[Iterator[Any], object], tuple[Any, int]]
-"""Takes a batch from an iterator, or returns the given default if there is none, together with the number of its use.
-"""
+"""Takes a batch from an iterator, or returns the given default if there is none, with the number of the batch's use."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -55,53 +54,56 @@ class Pass:
     loader: Iterable[Any]
     batches: Iterator[Any]
     length: int | None
-    """How many batches the loader says that it has."""
+    """The loader's own length, if it has one."""
     until: Until
     position: int = 0
-    """Batches given out since its beginning."""
+    """Number of batches returned since its beginning."""
     num_fed: int = 0
-    """Batches since the last checkpoint."""
+    """Number of batches since the last checkpoint."""
     is_exhausted: bool = False
-    """Whether the loader was asked and had nothing."""
+    """Whether the loader was asked for a batch and had none."""
     ahead: tuple[Any, int] | None = None
-    """A batch that came where the loader was asked once more, and which use of it that is."""
+    """A batch that came when the loader was asked for one more than its length, and the number of its use."""
     state: Any = None
-    """The loader's state before that; None for a loader without one."""
+    """The loader's state before that batch; None for a loader without a state."""
     error: Exception | None = None
-    """What the loader raised where it was asked once more, to be raised when its next batch is due."""
+    """The loader's error when it was asked for one more, to be raised when its next batch is due."""
     is_behind: bool = False
-    """Whether it has ended, on all ranks, although the loop may count batches of it."""
+    """Whether it has ended, on all ranks, although the loop may still count batches from it."""
     is_same: bool = False
-    """Whether its iterator comes from the pass before, whose end it may not have reported yet."""
+    """Whether its iterator comes from the previous pass, whose end may not have been reported yet."""
     has_ended: bool = False
-    """Whether all ranks have agreed on its end because of the data, and only complete the remaining rounds."""
+    """Whether all ranks have agreed on its end because of the data, and now only complete the remaining rounds."""
 
     # Batches that are out; see Note [Batches that are out].
     num_counted: int = 0
-    """The job's micro-batches when the loop asked last."""
+    """The job's number of micro-batches at the loop's last request."""
     num_out: int = 0
-    """Batches given out of which the loop has counted nothing."""
+    """Number of returned batches that the loop has not counted."""
     per_batch: int = 1
     """Micro-batches that the loop counted for its last batch."""
     depth: int | None = None
-    """How many were out when the loop asked for the first time after counting."""
+    """Number of uncounted batches when the loop first asked for one after counting."""
     looks_ahead: bool = True
-    """Whether the loop has always asked with batches out, few, and since it began to count with as many each time."""
+    """Whether the loop has always held a small number of uncounted batches when it asked for one, and the same
+    number each time since it began to count."""
     samples: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
-    """Of the batches that are out, and of the one in hand."""
+    """Sizes of the uncounted batches and of the current one."""
 
     # Of a loader without a state; see `stretto.feed.again`.
     draws: Mapping[str, Any] | None = None
-    """With which it began; None for a loader with a state."""
+    """The random states with which it began; None for a loader with a state."""
     last: Any = None
-    """The batch that was given out last."""
+    """The last returned batch."""
 
     def leave_behind(self, is_behind: bool) -> None:
-        """Say whether batches of this pass, which has ended, may still be counted."""
+        """Set whether batches of this ended pass may still be counted."""
         self.is_behind = is_behind
 
     def asked(self, num_counted: int) -> int:
-        """The loop asks for a batch; return how many are out that it will count: none if it does not look ahead."""
+        """The loop requests a batch; return how many returned batches it will still count: 0 if it does not look
+        ahead.
+        """
         counted, self.num_counted = num_counted - self.num_counted, num_counted
         if counted > 0:
             self.num_out -= 1
@@ -128,7 +130,7 @@ class Pass:
         return taken
 
     def look_ahead(self, take: Take) -> bool:
-        """Ask the loader once more while a batch is in hand; return whether it has nothing."""
+        """Ask the loader for one more while a batch is in use; return whether it has none."""
         self.state = passes.state_before(self.loader)
         try:
             ahead = take(self.batches, NOTHING)
@@ -149,12 +151,12 @@ class Pass:
         return self.position == self.length
 
     def end(self) -> None:
-        """All ranks have agreed on its end because of the data."""
+        """Note that all ranks have agreed on its end because of the data."""
         self.has_ended = True
 
 
 class Feed:
-    """The batches of one job's rank, and the updates that they lead to.
+    """The batches of one rank of a job, and the resulting updates.
 
     Args:
         job: Of this rank.
@@ -163,7 +165,7 @@ class Feed:
     def __init__(self, job: Job) -> None:
         self.input = InputStatistics(job.compute.runtime.now)
         self.has_begun = False
-        """Whether batches have ever been given out here."""
+        """Whether batches have ever been returned here."""
         self._job = job
         self._compute = job.compute
         job.compute.hooks.mark.hold(self, job.compute.let_go)
@@ -172,23 +174,24 @@ class Feed:
         self._asking: Callable[[], AbstractContextManager[None]] = (
             nullcontext if is_alone else functools.partial(lifetime.running, is_users=True)
         )
-        """In this block the loader is asked; if it raises, the other ranks get the error at once, and the job ends."""
+        """Context for calls of the loader: if it raises, the other ranks raise the error at once, and the job ends."""
         self._on_update: Callable[[Update], None] | None = None
         self._last_update: int | None = None
-        """After which to end."""
+        """The update after which to end."""
         self._num_changes = -1
         """Of the job's rounds, when `_hand_out` asked last whether the pass is over: it asks once after each."""
         self._committed: list[Update] = []
         """Updates that were not reported yet."""
         self._pass: Pass | None = None
-        """The one in progress, or the last one."""
+        """The pass in progress, or the last one."""
         self._is_feeding = False
         self._num_late: int | None = None
-        """Micro-batches that the loop still counts of a pass that has nothing more to give out; None without one."""
+        """Micro-batches that the loop still counts for a pass without more batches; None if there is no such pass."""
         self._restored: Mapping[str, Any] | None = None
-        """What a checkpoint says of the pass it was saved in, until the next pass begins."""
+        """The checkpoint's record of the pass in which it was saved, until the next pass begins."""
         self._again: tuple[Any, Mapping[str, Any], Iterator[Any]] | None = None
-        """A loader without a state, what the checkpoint says of it, and the rest of that pass, until it begins."""
+        """A loader without a state, the checkpoint's record of it, and the rest of that pass, until that pass
+        begins."""
         self._device = job.sharded.masters[0].device
 
     def batches(
@@ -265,9 +268,9 @@ class Feed:
         return batch
 
     def count(self, weight: float, loss: Tensor | None, samples: int | None) -> Update | None:
-        """Count a micro-batch whose gradients are there, and return the update that it completes, if any.
+        """Count a micro-batch with its gradients, and return the update that it completes, if any.
 
-        `samples` is None for those of the batch that was given out.
+        If `samples` is None, the size of the returned batch counts.
         """
         self.check_fed()
         if samples is None:
@@ -276,7 +279,7 @@ class Feed:
         return self.counted(self._compute.count(weight, loss, samples, fresh))
 
     def check_fed(self) -> None:
-        """Raise if a micro-batch that is to be counted belongs to no pass, or to one that is over."""
+        """Raise if a micro-batch belongs to no pass, or to a pass that is over."""
         current, quota = self._pass, self._compute.quota
         if not self._is_feeding:
             check_unfed(sum(quota.minima) if quota.is_fixed else None, self._compute.where)
@@ -300,7 +303,9 @@ class Feed:
         return update
 
     def close(self) -> None:
-        """End a pass that has nothing more to give out, if its loop has not: it has counted all, or counts no more."""
+        """End a pass without more batches if its loop has not: the loop has counted all of them, or no longer
+        counts.
+        """
         current = self._pass
         if self._num_late is None or current is None:
             return
@@ -317,7 +322,7 @@ class Feed:
             self._compute.rounds.end_data()
 
     def _tell(self, update: Update) -> Update:
-        """Call `on_update`, then return the update with its counts of the loader."""
+        """Call `on_update`, then return the update with its input statistics."""
         if not self.has_begun:
             return update
         update = self.input.fill(update)
@@ -331,7 +336,7 @@ class Feed:
         return updates
 
     def _are_enough(self, current: Pass, num_out: int) -> bool:
-        """Return whether the batches that are out complete the last update."""
+        """Return whether the uncounted batches complete the last update."""
         if not num_out or self._last_update is None:
             return False
         if not self._compute.quota.is_fixed:
@@ -349,7 +354,9 @@ class Feed:
         return self._has_enough() or self._compute.rounds.is_pass_over(until)
 
     def _install_up_to(self, last: int | None) -> None:
-        """Complete rounds rather than accumulate once the update `last` is in sight: later gradients would be lost."""
+        """Complete rounds instead of accumulating once the update `last` is in flight: later gradients would be
+        lost.
+        """
         while (
             last is not None
             and self._compute.rounds.steps < last <= self._compute.rounds.steps_once_installed
@@ -357,7 +364,7 @@ class Feed:
             self._keep(self._compute.finish_round())
 
     def _keep(self, update: Update | None) -> None:
-        """Report an update that no call returns, now or when `finish` returns it."""
+        """Keep an update that no call returns, for a report now or by `finish`."""
         if update is not None:
             update = self._tell(update)
             self._committed += [] if self._on_update is not None else [update]
@@ -365,7 +372,7 @@ class Feed:
     # The beginning and the end of a pass
 
     def _begin_pass(self, loader: Any, until: Until) -> Pass:
-        """Begin a pass, or continue with the one that a checkpoint was saved in the end of."""
+        """Start a pass, or continue the pass in whose end a checkpoint was saved."""
         self._compute.rounds.begin_pass()
         restored, self._restored = self._restored, None
         loaded, self._again = self._again, None
@@ -406,7 +413,7 @@ class Feed:
         return rest
 
     def _look_ahead(self, current: Pass, batch: Any) -> Any:
-        """Ask the loader once more while `batch`, the last by its length, is in hand; return that batch.
+        """Ask the loader for one more while `batch`, the last by its length, is in use; return that batch.
 
         It is returned as a copy: the iterator may write into its memory at the next call.
         """
@@ -438,8 +445,8 @@ class Feed:
             self._pass_round()
 
     def _pass_round(self) -> None:
-        """Take the next step of a rank without data: complete a round, then close one, in the order of ranks that
-        have data.
+        """Take the next step of a rank without data: complete a round, then close one, in the same order as ranks
+        with data.
 
         Guards look at a round before the round ahead of it is complete, on all ranks alike. If no rank has data, the
         accumulating round is empty everywhere, and stays open.
@@ -455,7 +462,7 @@ class Feed:
         self._install_up_to(self._last_update)
 
     def _end(self, current: Pass) -> None:
-        """Complete the remaining rounds of all ranks, and show the committed parameters; all ranks come here at the
+        """Complete the remaining rounds of all ranks, and show the committed parameters; all ranks reach this at the
         same round.
         """
         compute = self._compute
@@ -473,7 +480,7 @@ class Feed:
         current.leave_behind(current.num_out > 0 and not is_known)
 
     def _is_finished(self) -> bool:
-        """Return whether every update has ended and no rank has anything to contribute; the same on all ranks."""
+        """Return whether every update has ended and no rank has data left; the same on all ranks."""
         agreed = self._compute.rounds.have_all_left()
         agreement = self._job.replica.sync
         # Ranks that step alone come to the last update at different times, and meet at an average behind it.
@@ -483,10 +490,10 @@ class Feed:
     # At rest
 
     def state_of(self, loader: Any) -> Any:
-        """Return the state of a loader, for a checkpoint: that behind the batch that was given out last.
+        """Return the state of a loader, for a checkpoint: the state after the last returned batch.
 
         Raises:
-            CheckpointError: It has none, and the loop takes its batches from elsewhere.
+            CheckpointError: It has none, and the loop does not take its batches from it.
         """
         current = self._pass
         if again.has_state(loader):
@@ -540,7 +547,7 @@ class Feed:
         return note
 
     def pass_state(self) -> Mapping[str, Any] | None:
-        """Return where the pass in progress is, for a checkpoint with the loader's state; None without one.
+        """Return the position of the pass in progress, for a checkpoint with the loader's state; None without a pass.
 
         A pass that ended early counts too: its rest does not follow.
         """
@@ -559,31 +566,33 @@ class Feed:
         }
 
     def _num_out(self, current: Pass) -> int:
-        """Return how many batches the loop holds that it has not counted, where it looks ahead."""
+        """Return how many uncounted batches the loop holds, if it looks ahead."""
         if self._num_late is not None:
             return -(-self._num_late // current.per_batch)
         counted = self._compute.num_counted > current.num_counted
         return current.num_out - counted if current.looks_ahead and current.num_fed > 1 else 0
 
     def go_on(self, state: Mapping[str, Any] | None) -> None:
-        """Let the next pass be the rest of the one in which `pass_state()` was saved."""
+        """Let the next pass be the rest of the pass in which `pass_state()` was saved."""
         self._restored, self._num_late = state, None
         self._again = None if state is None else self._again
         if self._pass is not None:
             self._pass.leave_behind(False)
 
     def end(self) -> None:
-        """Go no further than the updates that are committed; all ranks come here after the same."""
+        """End after the committed updates; all ranks call this after the same update."""
         self._last_update, self._num_changes = self._compute.rounds.steps, -1
 
     def rest(self) -> None:
-        """All ranks are about to show, save or load committed state: end a pass of which nothing more is counted."""
+        """Prepare to show, save or load committed state on all ranks: end a pass whose batches are no longer
+        counted.
+        """
         current = self._pass
         if current is not None and current.num_counted == self._compute.num_counted:
             self.close()
 
     def finish(self) -> None:
-        """Complete every round, and average the replicas; all ranks must call."""
+        """Complete every round, and average the replicas; all ranks must call it."""
         self.close()
         self._compute.rounds.finish()
         while not (self._is_finished() and self._job.replica.sync.is_synced):

@@ -1,7 +1,8 @@
 """The feed of ranks that hold one model in shards: a node's data end together.
 
-No rank of a node can take a forward pass alone, because FSDP2 gathers parameters from all of them. So they ask each
-other before every batch. The data of a node end where those of its first rank do, and the others' rest is skipped.
+No rank of a node can run a forward pass alone, because FSDP2 gathers parameters from all of them. So they ask each
+other before every batch. The data of a node end when any of its ranks has no more; the other ranks skip their remaining
+batches.
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ class NodeFeed(Feed):
     """The batches of one rank of a node.
 
     Args:
-        job: Of this rank.
+        job: The job of this rank.
         node_group: The ranks of its node.
     """
 

@@ -1,4 +1,4 @@
-"""What may be asked of a loader of any kind, and what a checkpoint says of a pass over it.
+"""Checks of loaders of any kind, and the record of a pass in a checkpoint.
 
 Note [A pass in a checkpoint]
     A loader's state has the position of its iterator, which may be the end although the loop has not left the pass:
@@ -23,14 +23,14 @@ from stretto.errors import ConfigError, OutOfTurn, StepWithoutBackward
 from stretto.fields import check_callable, is_count, shown
 
 MOST_OUT = 4
-"""Batches that a loop which looks ahead may hold back: of more, it is one that skips them."""
+"""Most batches that a looking-ahead loop may hold uncounted; a loop with more skips batches."""
 
 
 def check_arguments(loader: object, updates: object, until: object, on_update: object) -> None:
     """Raise unless these can be arguments of `feed`.
 
     Raises:
-        ConfigError: Names the one that cannot.
+        ConfigError: One cannot; the message names it.
     """
     check_iterable(loader, "feed")
     if not isinstance(until, str) or until not in ("any", "all"):
@@ -42,13 +42,13 @@ def check_arguments(loader: object, updates: object, until: object, on_update: o
 
 
 def check_trained(where: object, num_fed: int, num_counted: int, steps: int) -> None:
-    """Raise where a loader had nothing, or a loop has trained with nothing of it.
+    """Raise if a loader had no batch, or a loop counted none of its batches.
 
     Args:
-        where: In messages.
-        num_fed: Batches that the pass has given out.
-        num_counted: Micro-batches of the job so far.
-        steps: Its updates, those before a checkpoint too.
+        where: The place, for messages.
+        num_fed: Number of batches in the pass.
+        num_counted: Number of the job's micro-batches so far.
+        steps: Number of the job's updates, including those before a checkpoint.
 
     Raises:
         ConfigError: There was no batch.
@@ -65,7 +65,7 @@ def check_trained(where: object, num_fed: int, num_counted: int, steps: int) -> 
 
 
 def one_at_a_time(where: object) -> OutOfTurn:
-    """Return the error for a `feed` that continues after another has begun."""
+    """Return the error for a `feed` that continues after another `feed` has begun."""
     return OutOfTurn(
         f"{where}: another feed() has begun inside this one: expected one at a time; for two loaders side by side "
         "feed(zip(one, other))"
@@ -101,7 +101,7 @@ def ahead_of_end(where: object, num_out: int, num_lacking: int) -> OutOfTurn:
 
 
 def length_of(loader: Iterable[Any]) -> int | None:
-    """Return how many batches a loader says that it has; None if it does not know."""
+    """Return the loader's own length; None if it has none."""
     try:
         return len(loader)  # type: ignore[arg-type]  # whether it has one is the question
     except Exception:  # a loader may raise anything that says so
@@ -111,12 +111,13 @@ def length_of(loader: Iterable[Any]) -> int | None:
 def rest_of(
     restored: Mapping[str, Any], loader: Any, batches: Iterator[Any]
 ) -> tuple[Iterator[Any], list[Vote]]:
-    """Return the rest of the pass that a checkpoint was saved in, and the votes by which all ranks had left it, if so.
+    """Return the rest of the pass in which a checkpoint was saved, and the votes by which all ranks had ended it, if
+    so.
 
     Args:
-        restored: What the checkpoint says.
-        loader: Its state was loaded.
-        batches: An iterator of it.
+        restored: The checkpoint's record.
+        loader: The loader, with its state loaded.
+        batches: An iterator over it.
     """
     votes = [Vote(vote) for vote in restored["votes"]]
     if votes and isinstance(loader, EchoLoader):
@@ -125,7 +126,7 @@ def rest_of(
 
 
 def leave(loader: Any) -> None:
-    """Let the next iterator of a loader whose state was loaded in the middle of a pass begin another pass."""
+    """Let the next iterator of a loader, loaded in the middle of a pass, start another pass."""
     if isinstance(loader, EchoLoader):
         loader.load_state_dict(left(loader.state_dict()))
         loader = loader.loader
@@ -134,7 +135,7 @@ def leave(loader: Any) -> None:
 
 
 def state_before(loader: Any) -> Any:
-    """Return a copy of the loader's state, for a checkpoint that may be saved; None if it has none."""
+    """Return a copy of the loader's state, for a checkpoint that may be saved later; None if it has none."""
     try:
         return state_of(loader)
     except Exception:  # whoever saves this loader's state is told
@@ -142,12 +143,12 @@ def state_before(loader: Any) -> Any:
 
 
 def own_tensors(batch: Any) -> Any:
-    """Return a copy of a batch; parts that cannot be copied still belong to the loader."""
+    """Return a copy of a batch; parts that cannot be copied are shared with the loader."""
     return _own(batch, {})
 
 
 def _own(batch: Any, apart: dict[int, Any]) -> Any:
-    """See `own_tensors`; `apart` has, by id, the objects that were copied in parts."""
+    """Copy as `own_tensors`; `apart` maps ids to objects that were copied in parts."""
     copies: dict[int, Any] = {}
 
     def own(leaf: Any) -> Any:
@@ -167,7 +168,7 @@ def _own(batch: Any, apart: dict[int, Any]) -> Any:
 
 
 def _parts_copied(whole: Any, apart: dict[int, Any]) -> Any:
-    """Return an object that cannot be copied as a whole, such as one with a lock, with copies of its parts where
+    """Return a copy of an object that cannot be copied as a whole, such as one with a lock, part by part where
     possible.
     """
     try:

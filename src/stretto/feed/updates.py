@@ -1,15 +1,14 @@
-"""Which updates of a job batches go to, for loaders that echo."""
+"""The update of each batch in a job, for loaders that echo."""
 
 from stretto.checksums import digest_of_all
 from stretto.engine import Job
 
 
 class JobUpdates:
-    """Returns to an `EchoLoader` the update of its next batch, and the parameters at which its gradient will be
-    taken.
+    """Gives an `EchoLoader` the update of its next batch, and the parameters at which its gradient is computed.
 
     Args:
-        job: Of this rank.
+        job: The job of this rank.
     """
 
     def __init__(self, job: Job) -> None:
@@ -21,7 +20,7 @@ class JobUpdates:
         self._fingerprint = 0
 
     def begins(self, slot: int) -> bool:
-        """Return whether the next batch is the first of an update; a batch that was not counted has begun none."""
+        """Return whether the next batch is the first of an update; an uncounted batch starts none."""
         compute = self._compute
         if not compute.begins_update or compute.num_counted == self._begun_at:
             return False

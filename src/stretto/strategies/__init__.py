@@ -1,4 +1,4 @@
-"""Update strategies: one file each, nothing but the coroutine and its options."""
+"""Update strategies: one file each, with only the coroutine and its options."""
 
 from stretto.errors import ConfigError
 from stretto.fields import unknown_name
@@ -21,7 +21,7 @@ def strategy_by_name(name: str) -> Strategy:
     """Return the strategy of that name with its default options.
 
     Raises:
-        UnknownName: No strategy is called so.
+        UnknownName: There is no such strategy.
     """
     if name not in STRATEGIES:
         raise unknown_name("no strategy is called", name, STRATEGIES)
@@ -29,10 +29,10 @@ def strategy_by_name(name: str) -> Strategy:
 
 
 def check_strategy(strategy: object) -> Strategy:
-    """Return `strategy`, if it is one.
+    """Return `strategy` if it is a strategy.
 
     Raises:
-        ConfigError: It is not, but perhaps its class or its name.
+        ConfigError: It is not; the message covers its class or its name.
     """
     if isinstance(strategy, Strategy):
         return strategy

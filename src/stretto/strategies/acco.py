@@ -9,24 +9,24 @@ from stretto.strategies.contract import Gather, Preview, Reduce, Script, Step, S
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ACCO(Strategy):
-    """Half of a batch estimates the next parameters, both halves commit them.
+    """Half of a batch estimates the next parameters; both halves commit them.
 
         θ̃_{t+1} = peek(θ_t,  Σ g(θ̃_t; A) / w_A)                              (1), shown while B is sent
         θ_{t+1} = Opt(θ_t, [Σ g(θ̃_t; A) + Σ g(θ_t; B)] / (w_A + w_B))        (2)
 
-    No estimate exists at first, so the first A is taken at θ_0.
+    There is no estimate at the start, so the first A is computed at θ_0.
 
-    Staleness: none for B; A is taken at an estimate of the parameters it is applied to.
+    Staleness: none for B; A is computed at an estimate of the parameters to which it is applied.
     Traffic per update: twice ZeRO-1's, hidden.
     Memory: as DPU, and one more reduced gradient, cut by the number of ranks.
-    Equals synchronous when: approximately; loss within noise.
-    Source: Nabli et al., "ACCO: Accumulate While You Communicate for Communication-Overlapped Sharded LLM
-    Training", equations (1) and (2).
+    Equals synchronous when: approximately always; the loss is within noise.
+    Source: Nabli et al., "ACCO: Accumulate While You Communicate for Communication-Overlapped Sharded LLM Training",
+    equations (1) and (2).
     """
 
     first: int | None = None
-    """Micro-batches of a rank in the estimate's half A, at least 1; None splits evenly, the larger half last,
-    because B's gradients have to cover the exchange of A."""
+    """Micro-batches of a rank in the estimate's half A, at least 1; None splits evenly, with the larger half last,
+    because the computation of B must hide the exchange of A."""
 
     name = "acco"
     overlaps = True

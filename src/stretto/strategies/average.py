@@ -10,7 +10,8 @@ from stretto.strategies.diloco import MOST_FRAGMENTS, DiLoCo, check_transfer
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Average(Strategy):
-    """Every rank steps its own replica; every `every` updates each part of the parameters is averaged, hidden.
+    """Every rank steps its own replica; every `every` updates each part of the parameters is averaged, overlapped
+    with training.
 
         θ_r ← Opt_r(θ_r, g(θ_r; B_r) / w_r)              every update, on every rank alone
         m   = Σ_q ω_q θ_q / Σ_q ω_q                      a fragment is sent, every `every` updates
@@ -20,8 +21,8 @@ class Average(Strategy):
     outer_lr=1, outer_momentum=0, keep_progress=True)`, to the bit, with many fragments that are sent for a short time.
     A whole average that takes as long as x updates hides if `every ≥ fragments + x`.
 
-    Staleness: 0; replicas drift apart. Traffic per update: one all-reduce of the parameters over `every`, a fragment
-    at a time, during the next updates.
+    Staleness: 0; replicas drift apart.
+    Traffic per update: one all-reduce of the parameters over `every`, a fragment at a time, during the next updates.
     Memory: masters, state and anchor whole on every rank; a fragment on its way takes its size twice.
     Equals synchronous when: `every` is 1 and the optimizer is SGD.
     Source: Douillard et al., "Streaming DiLoCo with overlapping communication" (2501.18512), for the fragments; Shen et
@@ -30,18 +31,18 @@ class Average(Strategy):
     """
 
     every: int = 4
-    """Updates from one average of a fragment to its next. Each doubling halves the sent bytes, and costs loss."""
+    """Updates between two averages of a fragment. Each doubling halves the sent bytes, and costs loss."""
     fragments: int | None = None
-    """Parts of the parameters that leave one after the other. None is half of `every`, rounded down: then each is sent
-    for one update, and an average that takes up to half of `every` hides."""
+    """Parts of the parameters that are sent one after the other. None is half of `every`, rounded down: then each is
+    sent for one update, and an average that takes up to half of `every` is hidden."""
     delay: int | None = None
-    """Updates between a fragment's departure and its arrival; 0 waits. None is the longest that the fragments allow,
-    every // fragments - 1."""
+    """Updates between a fragment's start and its arrival; 0 waits for it. None is the longest that the fragments
+    allow, every // fragments - 1."""
     worker: WorkerKind = "rank"
-    """Who steps a replica: every rank alone, or the ranks of a node together, which then train synchronously.
-    "node" needs `Options(ranks_per_node=...)`."""
+    """The worker that steps a replica: a rank alone, or the ranks of a node together, which then train
+    synchronously. "node" needs `Options(ranks_per_node=...)`."""
     outer: DiLoCo = dataclasses.field(init=False, compare=False, repr=False)
-    """The outer steps that it is."""
+    """The equivalent `DiLoCo`, which performs the outer steps."""
 
     name = "average"
     overlaps = False
@@ -69,5 +70,5 @@ class Average(Strategy):
         object.__setattr__(self, "outer", outer)
 
     def update(self) -> Script:
-        """One step alone, and perhaps an arrival and a departure."""
+        """One local step, with the arrival and the start of a fragment where due."""
         return self.outer.update()

@@ -1,4 +1,4 @@
-"""The contract of a strategy: the effects it may ask for, and the coroutine that asks.
+"""The interface of a strategy: the effects that it may yield, and its coroutine.
 
 A strategy is a generator that yields effects; its caller answers each. `Reduce`, `AllReduce` and `Local` answer with
 a `Gradient`, `Look` with a `Moment`, an `Average` with a probe with a `Divergence`, `Launch` with a boolean, the
@@ -12,33 +12,33 @@ from collections.abc import Generator
 from typing import Any, ClassVar, Literal, Protocol
 
 WorkerKind = Literal["rank", "node"]
-"""Who steps one replica: a rank alone, or the ranks of a node together."""
+"""The worker that steps one replica: a rank, or the ranks of a node together."""
 
 
 class Gradient(Protocol):
-    """A reduced gradient, held in shards by the ranks; all a strategy may do with it is add and pass it on."""
+    """A reduced gradient, held in shards by the ranks; a strategy may only add it and pass it on."""
 
     def __add__(self, other: Any, /) -> "Gradient":
-        """Return the sum of two reduced gradients; the parts must not be used alone afterwards."""
+        """Return the sum of two reduced gradients; the summands must not be used afterwards."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reduce:
-    """Sum the next round's gradients over ranks; each rank keeps the shard it owns. Answer: a `Gradient`."""
+    """Sum the next round's gradients over ranks; each rank keeps its own shard. Answer: a `Gradient`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllReduce:
-    """Sum the next round's gradients over ranks; each rank keeps all of it. Answer: a `Gradient`."""
+    """Sum the next round's gradients over ranks; each rank keeps the whole sum. Answer: a `Gradient`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Local:
-    """Take the next round's gradients of this worker alone; nothing is sent to others. Answer: a `Gradient`."""
+    """Use only the gradients of this worker in the next round, without other workers. Answer: a `Gradient`."""
 
     worker: WorkerKind = "rank"
-    """Whose they are; those of a node are summed over its ranks."""
+    """The worker; for "node" the gradients are summed over its ranks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Preview:
-    """Publish the parameters after one more step with the mean of `gradient`, without a change of state."""
+    """Publish the parameters after one more step with the mean of `gradient`, without changing the state."""
 
     gradient: Gradient
 
@@ -62,57 +62,56 @@ class Gather:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Look:
-    """Ask where the job stands. Answer: a `Moment`."""
+    """Ask for the progress of the job. Answer: a `Moment`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moment:
-    """Where the job stands after a step."""
+    """The progress of a job after a step."""
 
     round_index: int
     """Rounds before this one."""
     gap: int
-    """Rounds since the last average, this one included."""
+    """Rounds since the last average, including this round."""
     is_finishing: bool
-    """Whether this rank's worker has no more data, and nothing in this round: then an average is due, because only
-    averages let ranks agree on an end. After an `AllReduce`, whether all ranks submit only remaining rounds. All else
-    here is the same on all ranks.
-    """
+    """Whether this rank's worker has no more data, and nothing in this round: then an average is due, because ranks
+    can agree on an end only at an average. After an `AllReduce`, whether all ranks submit only remaining rounds. All
+    other fields are equal on all ranks."""
     interval: int | None = None
-    """What the script has last asked for by `Postpone`."""
+    """The last interval that the script requested by `Postpone`."""
     in_flight_rounds: int | None = None
     """Rounds since the fragment in flight was sent; None if none is in flight."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Average:
-    """Replace every rank's replica by the mean of all, after `AllReduce`.
+    """Replace every rank's replica by the mean of all replicas, after `AllReduce`.
 
-    Every rank has stepped with everything: replicas count alike, those that are not finite are skipped, and nothing
-    is sent where all are equal. Answer: a `Divergence` where a probe is given, otherwise None.
+    Every rank has stepped with the whole gradient, so all finite replicas count equally; if all are equal, nothing is
+    sent. Answer: a `Divergence` if there is a probe, otherwise None.
     """
 
     state: bool = False
     """Average the optimizer's element-wise state too."""
     probe: int = 0
-    """Coordinates at which ranks are compared; the same number at all averages of a strategy. 0 compares nothing."""
+    """Number of coordinates at which ranks are compared, the same at all averages of a strategy; 0 compares none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Divergence:
-    """How far replicas had come apart until an average; the same on all ranks. Replicas skipped are skipped here."""
+    """Distances between replicas before an average; equal on all ranks. Skipped replicas are not included."""
 
     are_equal: bool
-    """Whether all replicas were the same, to the bit."""
+    """Whether all replicas were bit-identical."""
     distances: tuple[float, ...]
-    """2-norm of what the average has changed, by replica: at the probe's coordinates, times √(d / p)."""
+    """By replica: 2-norm of the change by the average, at the probe's coordinates, times √(d / p)."""
     gradient_norms: tuple[float, ...]
-    """2-norm of the mean gradient of the replica's rank alone, in the last update; 0 where replicas are equal."""
+    """By replica: 2-norm of the rank's own mean gradient in the last update; 0 if replicas are equal."""
     signal: float
-    """Squared 2-norm of the mean gradient of all ranks without its noise, over the last updates
-    (`stretto.averaging.probe`); an estimate, which may be below zero."""
+    """Squared 2-norm of all ranks' mean gradient without its noise, over the last updates
+    (`stretto.averaging.probe`); the estimate may be below zero."""
     variance: float
-    """Of the noise, per coordinate of the mean gradient, over the same updates."""
+    """Variance of the noise, per coordinate of the mean gradient, over the same updates."""
 
     @property
     def noise(self) -> float:
@@ -121,25 +120,25 @@ class Divergence:
 
     @property
     def mean_distance(self) -> float:
-        """2-norm of what the average has changed, in the mean of replicas."""
+        """Mean over replicas of the 2-norm of the change by the average."""
         return sum(self.distances) / len(self.distances)
 
     @classmethod
     def none(cls) -> "Divergence":
-        """Return the divergence of a lone replica: for code that reads a script without performing it."""
+        """Return the divergence of a single replica, for code that reads a script without performing it."""
         return cls(are_equal=True, distances=(0.0,), gradient_norms=(0.0,), signal=0.0, variance=0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Postpone:
-    """Remember after how many updates the next average is wanted: in every `Moment`, in records and checkpoints."""
+    """Set the number of updates until the next average; every `Moment`, records and checkpoints contain it."""
 
     updates: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OuterStep:
-    """How the anchor, which all ranks hold alike, steps towards the mean of their replicas."""
+    """A step of the anchor, which all ranks hold, towards the mean of their replicas."""
 
     learning_rate: float
     momentum: float
@@ -149,39 +148,38 @@ class OuterStep:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Launch:
-    """Let the parameters, or a fragment of them, leave for the mean of all replicas, or an outer step towards it.
+    """Start sending the parameters, or a fragment of them, for the mean of all replicas or an outer step towards it.
 
-    Only after `Local`, and one fragment at a time. Replicas are weighted by the contributions of their ranks since it
-    was last sent; the ranks of a node that is one worker hold the same replica, which so has the weight of all of
-    them. A fragment of an outer step is in flight during the next rounds, until its `Land`; a mean arrives in the
-    same update.
+    It is allowed only after `Local`, for one fragment at a time. Replicas are weighted by their ranks' contributions
+    since the fragment was last sent; if a node is one worker, its replica has the weight of all its ranks. A fragment
+    of an outer step is in flight during the next rounds, until its `Land`; a mean arrives in the same update.
 
-    Ranks agree here on their end. So a rank that drains asks for the next launch, due or not, and waits for the others.
-    If all drain, nothing leaves, and all replicas are replaced by their mean. Answer: whether the fragment left.
+    Ranks agree on the end of training here. So a rank without more data requests the next launch, due or not, and waits
+    for the others. If no rank has more data, nothing is sent, and all replicas are replaced by their mean. Answer:
+    whether the fragment was sent.
     """
 
     outer: OuterStep | None = None
-    """The outer step; None takes the mean itself, of everything at once and without an anchor."""
+    """The outer step; None uses the mean itself, of all parameters at once and without an anchor."""
     fragment: int = 0
-    """Which one, from 0."""
+    """Index of the fragment, from 0."""
     fragments: int = 1
-    """Into how many the parameters are cut, for outer steps."""
+    """Number of fragments into which outer steps cut the parameters."""
     keeps_progress: bool = False
-    """Whether its `Land` adds what this rank has changed since."""
+    """Whether its `Land` adds this rank's changes since the launch."""
     state: bool = False
-    """Average the optimizer's element-wise state too; only with a mean."""
+    """Whether to average the optimizer's element-wise state too; only with a mean."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Land:
-    """Wait for the fragment that has left, and mix what it brings into this rank's replica."""
+    """Wait for the fragment in flight, and mix the result into this rank's replica."""
 
     mix: float = 0.0
-    """Share of the replica that stays; the rest is the mean or the new anchor, with the kept share of the progress
-    since.
-    """
+    """Share of the replica that is kept; the rest is the mean or the new anchor, plus progress since the launch if
+    it is kept."""
     delay: int = 0
-    """Rounds for which the fragment has was sent on a rank that has data."""
+    """Number of rounds for which the fragment was in flight, on a rank that has data."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -210,28 +208,28 @@ Effect = (
     | Boundary
 )
 ACCUMULATIONS = (Reduce, AllReduce, Local)
-"""Effects that wait for the compute lane's gradients: each begins a round."""
+"""Effects that wait for the compute lane's gradients; each starts a round."""
 Script = Generator[Effect, Any, None]
 
 
 class Strategy(ABC):
     """How gradients become parameter updates.
 
-    A subclass is a frozen dataclass of options with one generator, `update`, that performs exactly one
-    committed update. It may branch on its options only, so that every rank takes the same path. The number
-    of rounds, the traffic and the buffers follow from a dry run of the generator (`stretto.strategies.ledger`).
+    A subclass is a frozen dataclass of options with one generator, `update`, that performs exactly one committed
+    update. It may branch only on its options, so that every rank takes the same path. The number of rounds, the traffic
+    and the buffers follow from a dry run of the generator (`stretto.strategies.ledger`).
     """
 
     name: ClassVar[str]
-    """The one spelling: file name, command-line word, row in the tables."""
+    """The strategy's name: of its file, on the command line, and in tables."""
     overlaps: ClassVar[bool]
-    """Whether the exchange of one round runs during the gradients of the next."""
+    """Whether the exchange of one round overlaps the gradients of the next."""
     staleness: ClassVar[int]
-    """Committed updates between the parameters a gradient is taken at and those it is applied to."""
+    """Number of updates committed between the computation of a gradient and its application."""
 
     @property
     def fixes_split(self) -> bool:
-        """Whether the options fix how micro-batches are split over rounds, which a clock could not keep."""
+        """Whether the options fix how micro-batches are split over rounds, which excludes a clock."""
         return False
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The delayed strategies: gradients at parameters one update old (DPU), or at a prediction (WP)."""
+"""The delayed strategies: gradients computed at parameters one update old (DPU), or at a prediction (WP)."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ class DPU(ZeRO1):
     Staleness: 1 update, uncompensated: with Adam it costs loss, and more at larger learning rates.
     Traffic per update: as ZeRO-1, hidden.
     Memory: as ZeRO-1 and a second gradient buffer.
-    Equals synchronous when: never; the warning example.
+    Equals synchronous when: never; it is a baseline.
     Source: Ren et al., "ZeRO-Offload"; Li et al., "Pipe-SGD".
     """
 
@@ -31,10 +31,10 @@ class WeightPrediction(Strategy):
         θ_t     = Opt(θ_{t-1}, g_{t-1})            committed
         x_{t+1} = peek(θ_t, g_{t-1})               shown; g_{t+1} is taken here
 
-    Staleness: 1 update, predicted away to first order.
+    Staleness: 1 update, corrected to first order by the prediction.
     Traffic per update: as ZeRO-1, hidden; only the prediction is sent.
     Memory: as DPU.
-    Equals synchronous when: approximately, while successive gradients are alike.
+    Equals synchronous when: approximately, while successive gradients are similar.
     Source: Chen et al., "SAPipe" (option 2); "WP" of Nabli et al., "ACCO", section 3.1.
     """
 
@@ -43,7 +43,7 @@ class WeightPrediction(Strategy):
     staleness = 1
 
     def update(self) -> Script:
-        """Step, then peek once more with the same gradient."""
+        """Step, then publish a prediction with the same gradient."""
         gradient = yield Reduce()
         yield Step(gradient)
         yield Preview(gradient)

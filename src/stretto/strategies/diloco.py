@@ -1,4 +1,4 @@
-"""DiLoCo: ranks step alone, and an outer optimizer steps with what they have changed, one fragment after the other."""
+"""DiLoCo: ranks step alone, and an outer optimizer steps with their changes, one fragment after the other."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from stretto.strategies.contract import (
 )
 
 MOST_FRAGMENTS = 1000
-"""Each has its own collectives and buckets, which a job makes before it begins."""
+"""Most fragments, since each has its own collectives and buckets, which a job makes before it starts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ class DiLoCo(Strategy):
     while the inner rate stays: there u is divided by that rate, here not. With a mix, without momentum and delay, it is
     elastic averaging (Zhang et al., 1412.6651) in rounds, whose pull 1 - α is to the centre after it has moved.
 
-    Staleness: 0; replicas drift apart. Changes made while a fragment is sent are discarded but for a share α (`mix`),
-    unless progress is kept. Traffic per update: one all-reduce of the parameters over the interval, a fragment at a
-    time, during the next updates if there is a delay. With `worker="node"` also one all-reduce of the gradients
-    inside the node.
-    Memory: masters, state and anchor whole on every rank; the velocity is divided among them. A fragment on its
-    way takes its size once more, with `keep_progress` twice.
+    Staleness: 0; replicas drift apart. Changes made while a fragment is in flight are discarded except for a share α
+    (`mix`), unless progress is kept.
+    Traffic per update: one all-reduce of the parameters over the interval, a fragment at a time, during the next
+    updates if there is a delay. With `worker="node"` also one all-reduce of the gradients inside the node.
+    Memory: masters, state and anchor whole on every rank; the velocity is divided among them. A fragment in flight
+    takes its size once more, with `keep_progress` twice.
     Equals synchronous when: the interval is 1, `outer_lr` 1, without momentum, delay and mix, and the optimizer is SGD.
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (2311.08105);
     Douillard et al., "Streaming DiLoCo with overlapping communication" (2501.18512). Progress is kept as in Shen et
@@ -54,29 +54,29 @@ class DiLoCo(Strategy):
     """
 
     interval: int = 10
-    """Updates from one outer step of a fragment to its next. The papers take 30 to 500 on large models."""
+    """Updates between two outer steps of a fragment. The papers use 30 to 500 for large models."""
     fragments: int = 1
-    """Parts of the parameters that leave one after the other: the link carries as much in all, and less at a time, so
-    that the delay may be short."""
+    """Parts of the parameters that are sent one after the other: the total traffic is the same, but each transfer is
+    shorter, so the delay can be shorter too."""
     outer_lr: float = 0.7
     """Learning rate of the outer step."""
     outer_momentum: float = 0.9
-    """Momentum of the outer step, from 0 to below 1; short runs take about 0.6."""
+    """Momentum of the outer step, from 0 to below 1; about 0.6 suits short runs."""
     nesterov: bool = True
-    """Look ahead along the new velocity, as the papers do; off is the heavy ball of SlowMo."""
+    """Look ahead along the new velocity, as the papers do; off gives the heavy ball of SlowMo."""
     delay: int = 0
-    """Updates between a fragment's departure and its arrival, which hide its transfer; 0 waits. One fragment is in
-    progress at a time, so it is below interval / fragments. Long ones cost loss; take more fragments instead.
-    """
+    """Updates between a fragment's start and its arrival, which hide its transfer; 0 waits for it. One fragment is
+    in flight at a time, so the delay is below interval / fragments. Long delays cost loss; use more fragments
+    instead."""
     mix: float = 0.0
-    """Share of a rank's own values that stays when a fragment arrives, from 0 to below 1. Streaming DiLoCo takes 0.5
-    with a delay; without one replicas are pulled towards the anchor, and stay apart."""
+    """Share of a rank's own values that is kept when a fragment arrives, from 0 to below 1. Streaming DiLoCo uses
+    0.5 with a delay; without a delay, replicas are pulled towards the anchor and stay different."""
     keep_progress: bool = False
-    """Add to the anchor what a rank has changed since the fragment left; only with a delay. With `outer_lr=1,
-    outer_momentum=0` this is an average that hides; a delay above about half of the interval costs much."""
+    """Add a rank's changes since the fragment was sent to the arriving anchor; only with a delay. With `outer_lr=1,
+    outer_momentum=0` this is an average that hides; a delay above about half of the interval costs much loss."""
     worker: WorkerKind = "rank"
-    """Who steps a replica: every rank alone, or the ranks of a node together, which then train synchronously.
-    "node" needs `Options(ranks_per_node=...)`."""
+    """The worker that steps a replica: a rank alone, or the ranks of a node together, which then train
+    synchronously. "node" needs `Options(ranks_per_node=...)`."""
 
     name = "diloco"
     overlaps = False
@@ -100,7 +100,7 @@ class DiLoCo(Strategy):
             )
 
     def update(self) -> Script:
-        """One step alone, and perhaps an arrival and a departure."""
+        """One local step, with the arrival and the start of a fragment where due."""
         gradient = yield Local(self.worker)
         yield Step(gradient)
         moment = yield Look()
@@ -120,11 +120,11 @@ class DiLoCo(Strategy):
 
 
 def check_transfer(record: Strategy, interval: str) -> None:
-    """Raise unless a strategy's `fragments` and `delay` go with its interval, which it calls `interval`.
+    """Raise unless a strategy's `fragments` and `delay` fit its interval, whose field is named `interval`.
 
     Raises:
-        ConfigError: A fragment would have no update at which to be sent, or would not arrive before the next
-            departure.
+        ConfigError: A fragment would have no update in which to be sent, or would not arrive before the next one
+            starts.
     """
     kind = type(record).__name__
     every, fragments, delay = (getattr(record, name) for name in (interval, "fragments", "delay"))

@@ -1,4 +1,4 @@
-"""The ledger: runs a strategy's coroutine without performing anything, and adds up what it asks for."""
+"""The ledger: runs a strategy's coroutine without performing anything, and adds up its effects."""
 
 import dataclasses
 import functools
@@ -28,13 +28,13 @@ from stretto.strategies.contract import (
 
 _DRY_UPDATES = 3
 _DRY_UPDATES_THAT_LOOK = 1000
-"""Where averages come and go: over so many they are counted."""
+"""Number of updates to count if averages are not in every update."""
 _ASIDES = (Look, Average, Postpone, Launch, Land)
-"""Effects that an update may ask for or not."""
+"""Optional effects of an update."""
 
 
 class _StandIn:
-    """A gradient that can be added and passed on, and holds nothing."""
+    """A gradient without values that can be added and passed on."""
 
     def __add__(self, other: object) -> "_StandIn":
         return self
@@ -42,49 +42,50 @@ class _StandIn:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ledger:
-    """The costs of one update of a strategy, read off its coroutine."""
+    """The costs of one update of a strategy, counted from its coroutine."""
 
     rounds: int
-    """Exchanges that need a gradient from the compute lane."""
+    """Number of exchanges that need a gradient from the compute lane."""
     replicated: bool
-    """Whether every rank holds the whole optimizer."""
+    """Whether every rank holds the whole optimizer state."""
     local: bool
     """Whether every worker steps with its own gradients, so that replicas differ between averages."""
     by_node: bool
     """Whether a worker is a node: its ranks sum their gradients, and hold the same replica."""
     asks_ahead: bool
-    """Whether an update may begin with another effect than gradients, performed during them."""
+    """Whether an update may begin with an effect before the reduction, which overlaps the gradients."""
     steps: int
     previews: int
     gradient_transfers: int
-    """Gradients sent, in buffers' worth: a reduce-scatter or half an all-reduce is one."""
+    """Gradients sent, in units of the buffer: a reduce-scatter, or half an all-reduce, counts as one."""
     gathers: int
-    """Parameters gathered, in buffers' worth."""
+    """Parameters gathered, in units of the buffer."""
     sum_transfers: int
-    """Sums gathered by an all-reduce, in buffers' worth."""
+    """Sums gathered by an all-reduce, in units of the buffer."""
     may_average: bool
-    """Whether updates look for whether replicas are to be averaged, however seldom that is; outer steps are none."""
+    """Whether updates may average replicas, however rarely; outer steps do not count."""
     averages: float
-    """Averages of the parameters, all-reduces each; a mean over many updates. After `AllReduce`, the most there are:
-    replicas that are the same are not sent."""
+    """Averages of the parameters by all-reduce; a mean over many updates. After `AllReduce` the largest number:
+    equal replicas are not sent."""
     state_averages: float
-    """Averages of the optimizer's state; likewise."""
+    """Averages of the optimizer's state; a mean over many updates."""
     probe: int
-    """Coordinates at which averages compare ranks; 0 where they do not."""
+    """Number of coordinates at which averages compare ranks; 0 if they do not."""
     fragments: int
-    """Parts into which the parameters are cut for outer steps; 0 without any."""
+    """Number of fragments into which outer steps cut the parameters; 0 without outer steps."""
     keeps_progress: bool
-    """Whether a rank remembers what it held when a fragment left."""
+    """Whether a rank keeps a fragment's sent values until it arrives."""
     outer_steps: float
-    """Outer steps of all parameters: a sum that is sent like a gradient, and a gather. A mean over many updates."""
+    """Outer steps of all parameters: a sum that is sent like a gradient, and a gather; a mean over many updates."""
 
     @property
     def sends_changes(self) -> bool:
-        """Whether owners publish parameters, which may have their own format (`Options.changes`)."""
+        """Whether owners publish parameters, for which `Options.changes` can set the format."""
         return not self.replicated or self.fragments > 0
 
     def inside_bytes(self, accumulation: float) -> float:
-        """Return bytes per parameter and update that cross inside a worker, before the factor (L - 1) / L of L ranks.
+        """Return bytes per parameter and update that are sent inside a worker, before the factor (L - 1) / L of L
+        ranks.
 
         Args:
             accumulation: Bytes of one element of the gradient buffer.
@@ -92,14 +93,14 @@ class Ledger:
         return 2 * accumulation if self.by_node else 0.0
 
     def wire_bytes(self, gradient: float, value: float | None = None, *, moments: int = 2) -> float:
-        """Return bytes per parameter and update that cross the wire, before the factor (N - 1) / N.
+        """Return bytes per parameter and update that are sent between workers, before the factor (N - 1) / N.
 
-        Bytes between the ranks of a worker are not among them: see `inside_bytes`.
+        They do not include bytes between the ranks of a worker: see `inside_bytes`.
 
         Args:
-            gradient: Bytes of one element of a gradient on its way to its owner, and of a parameter that is gathered.
-            value: Bytes of one element of sums and averages; None where the wire sends them as it sends gradients.
-            moments: What the optimizer keeps per element; averaged in float32, if at all.
+            gradient: Bytes of one element of a gradient that is sent to its owner, and of a parameter that is gathered.
+            value: Bytes of one element of sums and averages; None if the wire sends them like gradients.
+            moments: Values that the optimizer keeps per element; averages of them are in float32.
         """
         value = gradient if value is None else value
         gradients = self.gradient_transfers + self.gathers + 2 * self.outer_steps
@@ -109,13 +110,13 @@ class Ledger:
     def memory_bytes(
         self, strategy: Strategy, *, parameter: int, accumulation: int, world_size: int
     ) -> float:
-        """Return bytes per parameter that a rank holds with an Adam-like optimizer (two fp32 moments).
+        """Return the bytes per parameter that a rank holds with an Adam-like optimizer (two fp32 moments).
 
         Args:
-            strategy: Whose ledger this is.
+            strategy: The strategy of this ledger.
             parameter: Bytes of one parameter.
             accumulation: Bytes of one element of the gradient buffer.
-            world_size: Ranks that share the optimizer.
+            world_size: Number of ranks that share the optimizer.
         """
         owners = 1 if self.replicated else world_size
         # A round beside the next one's gradients takes a buffer of its own, and so does an average.
@@ -132,11 +133,11 @@ class Ledger:
 
 
 def ledger_of(strategy: Strategy) -> Ledger:
-    """Return the strategy's ledger, which is read off once for equal strategies.
+    """Return the strategy's ledger; equal strategies share one.
 
     Raises:
-        ConfigError: Updates differ from each other, do not start with a reduction, or mix sharded and
-            replicated reductions, so that quotas and ownership would be undefined. Or it is no strategy.
+        ConfigError: Updates differ from each other, do not start with a reduction, or mix sharded and replicated
+            reductions, so that quotas and ownership would be undefined; or the argument is not a strategy.
     """
     if not isinstance(strategy, Strategy):
         raise ConfigError(f"a ledger of {strategy!r}: expected a strategy")
@@ -214,12 +215,12 @@ _read_off_once = functools.lru_cache(256)(_read_off)
 
 
 def _is_mean(effect: Effect) -> bool:
-    """Return whether an effect takes the mean of all replicas, without an outer step."""
+    """Return whether an effect averages all replicas without an outer step."""
     return isinstance(effect, Average) or (isinstance(effect, Launch) and effect.outer is None)
 
 
 def _check_launches(strategy: Strategy, effects: Sequence[Effect]) -> None:
-    """Check that launches are of one kind, and have the settings of that kind alone."""
+    """Raise unless all launches are of one kind, with only the settings of that kind."""
     launches = [effect for effect in effects if isinstance(effect, Launch)]
     if len({effect.outer is None for effect in launches}) > 1:
         raise ConfigError(
@@ -234,7 +235,7 @@ def _check_launches(strategy: Strategy, effects: Sequence[Effect]) -> None:
 
 
 def _in_flight_after(strategy: Strategy, effect: Effect, in_flight_rounds: int | None) -> int | None:
-    """Return for how many rounds a fragment has been in progress behind `effect`, if one is."""
+    """Return the number of rounds for which a fragment is in flight after `effect`; None if none is."""
     if isinstance(effect, Launch | Land) and (in_flight_rounds is None) != isinstance(effect, Launch):
         raise ConfigError(
             f"strategy {strategy.name}: one fragment is in flight at a time: expected `Launch` and `Land` "
@@ -244,7 +245,7 @@ def _in_flight_after(strategy: Strategy, effect: Effect, in_flight_rounds: int |
 
 
 def _check_rounds(strategy: Strategy, runs: Sequence[Sequence[Effect]]) -> list[type[Effect]]:
-    """Return the effects that every update asks for, once all is well with them."""
+    """Return the effects that every update yields, after checking them."""
     distinct = {tuple(type(e) for e in run if not isinstance(e, _ASIDES)) for run in runs}
     if len(distinct) > 1:
         raise ConfigError(
@@ -278,7 +279,7 @@ def _check_rounds(strategy: Strategy, runs: Sequence[Sequence[Effect]]) -> list[
 
 
 def _check_asides(strategy: Strategy, runs: Sequence[Sequence[Effect]], count: Counter[type[Effect]]) -> None:
-    """Check that averages and outer steps have replicas, and come where they may."""
+    """Raise unless averages and outer steps have replicas, and come at an allowed place."""
     if not count[Local] and any(isinstance(effect, Launch | Land) for run in runs for effect in run):
         raise ConfigError(
             f"strategy {strategy.name}: `Launch` and `Land` need replicas that step alone, with Local"

@@ -1,6 +1,6 @@
-"""Local SGD with probabilistic averaging: ranks step alone, and now and then average their replicas.
+"""Local SGD with probabilistic averaging: ranks step alone, and average their replicas at intervals.
 
-Whether round k ends with an average follows from the seed and k alone, so that no rank has to ask another:
+Whether round k ends with an average depends only on the seed and k, so ranks agree without communication:
 
     even         when the sum of rate(i) over i <= k reaches the next whole number: gaps as equal as integers allow
     bernoulli    when coin(seed, "average", k, rate(k)) says so: gaps are geometric
@@ -19,16 +19,16 @@ from stretto.strategies.contract import Land, Launch, Local, Look, Moment, Scrip
 Plan = Literal["even", "bernoulli"]
 
 _WHOLE = 2**40
-"""Rates are rounded up to this fraction: ten times a tenth is a whole, and the excess is one average in 10^12."""
+"""Rates are rounded up to this fraction, so that ten times a tenth is one; the error is one average in 10^12."""
 
 
 class Pace:
-    """Says in which rounds ranks average.
+    """Decides in which rounds ranks average.
 
     Args:
         rate: Averages per update; a number, or a function of the round's index. Values outside [0, 1] are cut.
-        plan: How averages are spread.
-        seed: Of the Bernoulli plan.
+        plan: How averages are spaced.
+        seed: Seed of the Bernoulli plan.
     """
 
     def __init__(self, rate: Schedule, plan: Plan, seed: int) -> None:
@@ -40,7 +40,7 @@ class Pace:
         self._sum = 0
 
     def is_due(self, index: int) -> bool:
-        """Return whether the round at `index`, from 0, ends with an average: the same whenever it is asked."""
+        """Return whether the round at `index`, from 0, ends with an average; the answer never changes."""
         if self._plan == "bernoulli":
             return coin(self._seed, "average", index, self._rate_at(index))
         before = self._sum_below(index)
@@ -65,7 +65,7 @@ class Pace:
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class LocalSGD(Strategy):
-    """Every rank steps its own replica with its own gradients; at a given rate all ranks average.
+    """Every rank steps its own replica with its own gradients; at a given rate all ranks average their replicas.
 
         θ_r ← Opt_r(θ_r, g(θ_r; B_r) / w_r)
         θ_r ← Σ_q ω_q θ_q / Σ_q ω_q            where the coin of this round says so
@@ -78,25 +78,25 @@ class LocalSGD(Strategy):
     `worker="node"` one all-reduce of the gradients inside the node besides.
     Memory: one gradient buffer; masters and state whole on every rank; on the bf16 wire the last average too.
     Equals synchronous when: the rate is 1 and the optimizer is SGD.
-    Source: "Sharper Analysis of Data Echoing and New Communication-Efficient Algorithm for Data Parallelism",
-    Algorithm 2, as its reviews describe it.
+    Source: "Sharper Analysis of Data Echoing and New Communication-Efficient Algorithm for Data Parallelism", Algorithm
+    2, as its reviews describe it.
     """
 
     rate: Schedule = 0.1
-    """Averages per update, from 0 to 1; or a function of the round's index, the same on all ranks."""
+    """Averages per update, from 0 to 1; or a function of the round's index, equal on all ranks."""
     plan: Plan = "even"
-    """even spreads averages as evenly as integers allow; bernoulli throws the paper's coin, whose gaps have a long
-    tail at the same rate."""
+    """even spaces averages as evenly as integers allow; bernoulli uses the paper's coin, whose gaps have a long tail
+    at the same rate."""
     max_gap: int | None = None
-    """Updates from one average to the next at most; None leaves it to the rate."""
+    """Most updates between two averages; None sets no limit."""
     state: bool = False
-    """Average the optimizer's moments too, in fp32: 8 bytes per parameter, moment and average more. Otherwise each
-    rank keeps its own."""
+    """Average the optimizer's moments too, in fp32, which sends 8 more bytes per parameter, moment and average.
+    Otherwise each rank keeps its own moments."""
     seed: int = 0
-    """Of the Bernoulli coin."""
+    """Seed of the Bernoulli coin."""
     worker: WorkerKind = "rank"
-    """Who steps a replica: every rank alone, or the ranks of a node together, which then train synchronously.
-    "node" needs `Options(ranks_per_node=...)`."""
+    """The worker that steps a replica: a rank alone, or the ranks of a node together, which then train
+    synchronously. "node" needs `Options(ranks_per_node=...)`."""
     _pace: Pace = dataclasses.field(init=False, compare=False)
 
     name = "local"
@@ -117,7 +117,7 @@ class LocalSGD(Strategy):
         object.__setattr__(self, "_pace", Pace(self.rate, self.plan, self.seed))  # the dataclass is frozen
 
     def __repr__(self) -> str:
-        """Compared between ranks: a function appears by name, not by address."""
+        """Text that ranks compare: a function is shown by name, not by address."""
         rate = getattr(self.rate, "__qualname__", repr(self.rate))
         return (
             f"LocalSGD(rate={rate}, plan={self.plan!r}, max_gap={self.max_gap}, state={self.state}, "
@@ -125,7 +125,7 @@ class LocalSGD(Strategy):
         )
 
     def update(self) -> Script:
-        """One step alone, and perhaps an average."""
+        """One local step, with an average where due."""
         gradient = yield Local(self.worker)
         yield Step(gradient)
         if self.averages((yield Look())) and (yield Launch(state=self.state)):

@@ -1,4 +1,6 @@
-"""PAFT: synchronous training whose replicas are averaged now and then, against noise that no guard can attribute."""
+"""PAFT: synchronous training whose replicas are averaged at intervals, against noise that no guard can attribute to
+a rank.
+"""
 
 import dataclasses
 import math
@@ -21,26 +23,26 @@ from stretto.strategies.contract import (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PAFTSync(Strategy):
-    """`ddp`, and at every `interval`-th update all replicas are replaced by their mean.
+    """Trains as `ddp`; at every `interval`-th update all replicas are replaced by their mean.
 
-        θ_r ← Opt_r(θ_r, g_r)                    g_r is Σg / Σw as rank r holds it
+        θ_r ← Opt_r(θ_r, g_r)                    g_r is Σg / Σw as rank r received it
         θ_r ← mean of all finite θ_q             every `interval` updates
 
-    Replicas that are the same stay so, to the bit, and nothing but a digest is sent for them.
+    Equal replicas stay bit-identical, and only a digest is sent for them.
 
-    Staleness: 0; with `overlap` a gradient is computed right before an average and applied after it. Traffic per
-        update: as `ddp`, and, if replicas differ, 1 / interval of it again, exposed without `overlap`.
-    Memory: as `ddp`; on the bf16 wire the last average too; with `overlap` one more gradient buffer. Equals
-    synchronous when: no fault parts the replicas.
+    Staleness: 0; with `overlap` a gradient is computed right before an average and applied after it.
+    Traffic per update: as `ddp`, and, if replicas differ, 1 / interval of it again, exposed without `overlap`.
+    Memory: as `ddp`; on the bf16 wire the last average too; with `overlap` one more gradient buffer.
+    Equals synchronous when: no fault parts the replicas.
     Source: "Capturing and Mitigating Gradient Aggregation Errors for Fault-Tolerant Distributed Training", Algorithm 1.
     """
 
     interval: int = 10
-    """Updates from one average to the next."""
+    """Updates between two averages."""
     state: bool = False
-    """Average the optimizer's moments too; otherwise each rank keeps its own."""
+    """Average the optimizer's moments too; otherwise each rank keeps its own moments."""
     overlap: bool = False
-    """Send averages during the next gradients, which are taken at θ_r and applied to the mean."""
+    """Overlap averages with the next gradients, which are computed at θ_r and applied to the mean."""
 
     name = "paft-sync"
     overlaps = False
@@ -52,7 +54,7 @@ class PAFTSync(Strategy):
             raise ConfigError(f"PAFTSync(interval={self.interval}): expected at least 1 update")
 
     def update(self) -> Script:
-        """One synchronous step, and perhaps an average after it, or ahead of it and during its gradients."""
+        """One synchronous step, and, where due, an average after it, or before it and overlapped with its gradients."""
         if self.overlap and (yield Look()).gap >= self.interval:
             yield Average(self.state)
         gradient = yield AllReduce()
@@ -78,31 +80,32 @@ class PAFTDyn(Strategy):
         with the interval that was chosen before, with the learning rate, and with √d. The corrected estimate does not
         depend on any of them, nor on the optimizer.
 
-        The paper takes ‖g_r‖ of what a worker has computed (line 3), before noise enters (line 4). It does not say what
-        its subscripts p and s are, nor how ranks reduce the ratios: the probe and the mean are ours. Where replicas
-        differ while the probe finds no noise, the interval is `first`, because nothing says how far they part.
+        The paper takes ‖g_r‖ of what a worker has computed (line 3), before noise enters (line 4). It does not define
+        its subscripts p and s, nor how ranks reduce the ratios; we chose the probe and the mean. If replicas differ but
+        the probe finds no noise, the interval is `first`, because their distance is unknown.
 
-    Staleness, memory: those of `paft-sync`, and 8 bytes for each coordinate of the probe. Traffic: by the interval that
-    is chosen; an average of replicas that differ sends 4 bytes more for each coordinate of the probe to every rank.
+    Staleness, memory: those of `paft-sync`, and 8 bytes for each coordinate of the probe.
+    Traffic: by the interval that is chosen; an average of replicas that differ sends 4 bytes more for each coordinate
+    of the probe to every rank.
     Equals synchronous when: no fault parts the replicas.
     Source: the same paper, Algorithm 2, which always overlaps.
     """
 
     first: int = 10
-    """Updates up to the first average, and up to the next one where replicas differ while the probe finds no noise."""
+    """Updates before the first average, and before the next one if replicas differ but the probe finds no noise."""
     minimum: int = 1
     """Shortest interval."""
     maximum: int = 100
-    """Longest interval; also the one where replicas are the same."""
+    """Longest interval; also the interval while replicas are equal."""
     estimate: Literal["corrected", "paper"] = "corrected"
     """How the noise is estimated."""
     probe: int = 4096
-    """Coordinates that are looked at, drawn once over all parameters, with replacement, the same on all ranks; all
-    of them where a model has no more."""
+    """Number of coordinates that are compared, drawn once over all parameters, with replacement, the same on all
+    ranks; all of them if a model has no more."""
     state: bool = False
-    """Average the optimizer's moments too; otherwise each rank keeps its own."""
+    """Average the optimizer's moments too; otherwise each rank keeps its own moments."""
     overlap: bool = False
-    """Send averages during the next gradients, as in the paper; see `PAFTSync.overlap`."""
+    """Overlap averages with the next gradients, as in the paper; see `PAFTSync.overlap`."""
 
     name = "paft-dyn"
     overlaps = False
@@ -119,7 +122,7 @@ class PAFTDyn(Strategy):
                 raise ConfigError(f"PAFTDyn({field}={getattr(self, field)}): expected at least 1")
 
     def update(self) -> Script:
-        """One synchronous step, and perhaps an average and a new interval."""
+        """One synchronous step, and, where due, an average and a new interval."""
         if self.overlap and self._is_due((yield Look())):
             yield from self._average()
         gradient = yield AllReduce()
@@ -136,7 +139,7 @@ class PAFTDyn(Strategy):
         yield Postpone(self.interval_after(divergence))
 
     def interval_after(self, divergence: Divergence) -> int:
-        """Return how many updates the next average is away; replicas that are the same may wait longest."""
+        """Return the number of updates until the next average; if replicas are equal, the longest interval."""
         if divergence.are_equal:
             return self.maximum
         wanted = self._by_paper(divergence) if self.estimate == "paper" else self._by_gradients(divergence)
