@@ -448,6 +448,7 @@ def _lane_of(
         overlaps_backward=_overlaps_backward(parts, ledger, exchange, quota)
         # FSDP2's hooks run in a stream of its own there, and nobody has tried two communicators at once.
         and (node_group is None or not exchange.orders_streams),
+        in_place=_steps_in_place(parts, ledger, exchange),
         node_group=node_group,
     )
     performers = dict(replica.performers)
@@ -505,6 +506,12 @@ def _overlaps_backward(parts: Parts, ledger: Ledger, exchange: Exchange, quota: 
         # Autograd has a thread for every device, and calls hooks on them side by side.
         and len({flat.device for flat in layout.sets}) == 1
     )
+
+
+def _steps_in_place(parts: Parts, ledger: Ledger, exchange: Exchange) -> bool:
+    """Return whether only the step reads gradients once they are whole, and only the model the values after it."""
+    is_observed = parts.guards or exchange.is_verified or parts.options.noise is not None
+    return not (is_observed or parts.strategy.overlaps or ledger.previews) and ledger.rounds == 1
 
 
 def _accumulation(parts: Parts, replica: Replica, quota: Quota) -> Accumulate:

@@ -183,7 +183,7 @@ class DivergingReplica(Replica):
         self._mean.begin_again()
         self.sync.mark_synced(states=effect.state, is_shown=round is not None)
         if round is not None:
-            self.sharded.publish(round.buffer.flats)
+            self.show_masters(round)
         return divergence
 
     # Comparing and uniting

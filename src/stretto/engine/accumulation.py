@@ -43,9 +43,7 @@ class GradientBuffer:
         ]
         # `.data`: autograd adds into tensors that it does not know for views in less time, and each has a version
         # counter of its own.
-        self.views = [
-            self.flats[slot.set_index][slot.start : slot.stop].view(slot.shape).data for slot in layout.slots
-        ]
+        self.views = [view.data for view in layout.views(self.flats)]
 
 
 @dataclasses.dataclass(slots=True)

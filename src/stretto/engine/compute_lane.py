@@ -439,7 +439,8 @@ class ComputeLane:
         # Guards see the values before the model does, and may mend them: the lane is at rest.
         for listener in self.model.listeners:
             listener.install_begins()
-        self.model.show(round.buffer.views, round.shown)
+        values = round.buffer.views if round.values is None else round.values
+        self.model.show(values, round.shown)
         if self.buffer_sync.names:
             self.buffer_sync.install(round)
         # The values are copied into the model: the buffer is free for gradients again.

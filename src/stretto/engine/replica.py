@@ -54,6 +54,8 @@ class Replica:
         runtime: Charged for the time of steps and previews.
         progress: Shared with the communication lane.
         overlaps_backward: Whether gradients may be sent before their round is closed.
+        in_place: Whether nobody reads a round's gradients and values on their way, so that none has to be copied where
+            this rank holds all of them.
         steps_alone: Whether ranks step without asking the others, and may be at different rounds.
         node_group: The ranks of this node, where each holds a shard of the replica.
     """
@@ -73,6 +75,7 @@ class Replica:
         runtime: Runtime,
         progress: Progress,
         overlaps_backward: bool,
+        in_place: bool,
         steps_alone: bool = False,
         node_group: NodeGroup | None = None,
     ) -> None:
@@ -101,6 +104,19 @@ class Replica:
         # Sums of finished updates are used again: fresh memory pages would cost more than the arithmetic.
         self._spare_sums: list[Slices] = []
         self._lent_sums: list[Slices] = []
+        holds_all = in_place and (replicated or exchange.world_size == 1)
+        shows_all = holds_all and all(self.shows_masters(flat.dtype) for flat in exchange.layout.sets)
+        self._whole_masters = exchange.layout.views(sharded.masters.flats) if shows_all else None
+        """The masters by parameter, which models are given without a copy; None where they are sent or rounded."""
+        self._sums_are_own = (
+            holds_all
+            and exchange.world_size == 1
+            and all(
+                isinstance(sent, PlainWire) and sent.dtype == master.dtype
+                for sent, master in zip(exchange.contributed, sharded.masters, strict=True)
+            )
+        )
+        """Whether the buffer of a round's gradients holds their sum."""
 
     @property
     def performers(self) -> Mapping[type, Performer]:
@@ -165,6 +181,8 @@ class Replica:
 
     def sum_up(self, round: Round) -> tuple[Slices, bool]:
         """Sum the gradients of `round` over ranks; return the sums, and whether any changed after they were sent."""
+        if self._sums_are_own:
+            return self.sharded.owned.cut(round.buffer.flats), False
         if (early_reduction := round.early_reduction) is not None:
             round.take_back()
             return early_reduction.finish(), early_reduction.is_stale
@@ -239,9 +257,13 @@ class Replica:
             if self.runtime.virtual_time is not None:
                 self.runtime.virtual_time.charge("step", self.sharded.numel)
             self.progress.take_step(norm)
-        round = round_of(effect, round)
-        self.sharded.publish(round.buffer.flats)
-        round.shown = "committed"
+        self.show_masters(round_of(effect, round))
+
+    def show_masters(self, round: Round) -> None:
+        """Have models show the masters, of which this rank publishes its own where it does not hold all."""
+        round.values, round.shown = self._whole_masters, "committed"
+        if self._whole_masters is None:
+            self.sharded.publish(round.buffer.flats)
 
     def preview(self, effect: Preview, round: Round | None) -> None:
         """Publish the parameters that one more step would give."""
@@ -249,21 +271,21 @@ class Replica:
         gradient.merge()
         round = round_of(effect, round)
         if gradient.weight == 0:
-            self.sharded.publish(round.buffer.flats)
-            round.shown = "committed"
+            self.show_masters(round)
             return
         _, clip = self._clip(gradient)
         self.sharded.preview(gradient, self.progress.hyperparameters, clip, round.buffer.flats)
         if self.runtime.virtual_time is not None:
             self.runtime.virtual_time.charge("preview", self.sharded.numel)
-        round.shown = "estimate"
+        round.values, round.shown = None, "estimate"
 
     def gather(self, effect: Gather, round: Round | None) -> None:
         """Replace every rank's buffer by the published shards of all ranks."""
         round = round_of(effect, round)
         if self._draws:  # also here: the sums of this round may come from a checkpoint
             self.exchange.begin_round(self.progress.round_index)
-        self._publish(round.buffer.flats)
+        if round.values is None:
+            self._publish(round.buffer.flats)
 
     def end_update(self, effect: Boundary, round: Round | None) -> None:
         """Mark the end of an update, and keep its sums for the next one."""

@@ -113,6 +113,8 @@ class Round:
     averaged: list[Tensor | None] | None = None
     """The buffers that the averages of `reduction` belong to, where they are not this round's: averages of an earlier
     round have come only now."""
+    values: Sequence[Tensor] | None = None
+    """What the model is to show, one per parameter; None for what `buffer` holds."""
     shown: Shown = "committed"
     ends_update: bool = False
     update: Update | None = None
@@ -157,12 +159,15 @@ class Round:
 
     def look_at_gradients(self) -> Tensor:
         """Return whether all accumulated gradients are finite, `()` bool, without waiting for the device."""
-        # Extremes take one pass and no memory; one is not finite where any value is not.
+        # A sum is not finite where any value is not. One of finite values may overflow: extremes, of which one is not
+        # finite where any value is not, take no memory either, and twice the time.
         extremes: list[Tensor] = []
         for flat in self.buffer.flats:
-            for extreme in flat.aminmax():
-                extremes.append(extreme.to(self.buffer.flats[0].device, torch.float64))
-        return torch.stack(extremes).isfinite().all()
+            if flat.device.type != "cpu" or not flat.sum().isfinite():
+                extremes += [
+                    extreme.to(self.buffer.flats[0].device, torch.float64) for extreme in flat.aminmax()
+                ]
+        return torch.stack(extremes).isfinite().all() if extremes else torch.tensor(True)
 
     def measured(self, finite: Tensor, norm_squared: Tensor) -> Measured:
         """Return this rank's measurements of the round on its device.

@@ -18,7 +18,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stretto.errors import UnsupportedOptimizer
 from stretto.flat.fitting import original_name
@@ -153,6 +153,10 @@ class Layout:
     def slots_of_set(self, set_index: int) -> list[Slot]:
         """Return the slots of one flat set in flat order."""
         return [slot for slot in self.slots if slot.set_index == set_index]
+
+    def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """Return a view for each parameter of `flats`, one tensor per flat set."""
+        return [flats[slot.set_index][slot.start : slot.stop].view(slot.shape) for slot in self.slots]
 
     def slots_by_bucket(self) -> list[list[Slot]]:
         """Return the slots that have elements in each bucket."""
