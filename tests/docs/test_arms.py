@@ -16,10 +16,11 @@ from stretto.exchange import WIRES
 from stretto.groups import Link, register_throttled
 from stretto.strategies import STRATEGIES
 from stretto_lab.cli.options import parse_alone
-from stretto_lab.peers import PEERS, make_peer
+from stretto_lab.peers import PEERS
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.simulation import SimulateConfig, simulate
 from tests.docs.pages import DOCS, ROOT, pages, table
+from tests.peers import training
 from tests.processes import run_ranks
 from tests.train.tiny import Tiny
 
@@ -67,7 +68,7 @@ def trained(rank: int) -> list[tuple[str, int]]:
     for text in STOCK:
         arm, inputs = parse_arm(text), torch.ones(4, 6)
         model = torch.nn.Sequential(*(torch.nn.Linear(6, 6, bias=False) for _ in range(16)))
-        peer = make_peer(arm.name, model, torch.optim.AdamW(model.parameters()), 1, **arm.options)
+        peer = training.make_peer(arm.name, model, torch.optim.AdamW(model.parameters()), 1, **arm.options)
         updates = [peer.backward(peer.model(inputs).square().mean()) for _ in range(UPDATES)]
         peer.finish()
         found.append((text, len([update for update in updates if update is not None])))

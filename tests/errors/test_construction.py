@@ -14,7 +14,6 @@ from torch import nn
 import stretto as st
 from stretto.errors import ConfigError, UnknownName, UnsupportedModel, UnsupportedOptimizer
 from stretto.strategies import strategy_by_name
-from stretto_lab.peers import PEERS, make_peer
 from tests.errors.tiny import STRATEGIES, says, tiny_model
 
 
@@ -142,10 +141,6 @@ COUNTS: list[Row] = [
     for wrong in (True, -1, 2.5, "3", float("nan"))
     for ask, words in (
         (lambda wrong: wrap(micro_batches=wrong), "micro_batches"),
-        (
-            lambda wrong: make_peer(next(iter(PEERS)), tiny_model(), sgd(tiny_model()), wrong),
-            "fixed number of micro-batches",
-        ),
         (
             lambda wrong: next(iter(wrap().feed([torch.ones(1, 4)], updates=wrong))),
             "expected a number of updates",

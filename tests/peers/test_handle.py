@@ -1,30 +1,25 @@
 """How a stock method's loop begins, ends and counts."""
 
-from typing import Any
-
 import pytest
 from torch import nn
 
 from stretto.errors import ConfigError, UnknownName
-from stretto_lab.peers import make_peer
 from tests.bits import unequal
 from tests.peers import training
-from tests.peers.training import MICRO_BATCHES
+from tests.peers.training import MICRO_BATCHES, make_peer
 from tests.processes import run_ranks
 
-CANNOT: list[tuple[str, int, dict[str, Any], type[Exception], str]] = [
-    ("horovod", 1, {}, UnknownName, "torch-ddp-powersgd, torch-ddp-zero"),
-    ("compute", 0, {}, ConfigError, "at least 1, found 0"),
-    ("torch-ddp", 1, {}, ConfigError, r"torch-ddp needs torch\.distributed"),
-    ("torch-ddp", 1, {"interval": 3}, UnknownName, "torch-ddp has no option 'interval'"),
+CANNOT: list[tuple[str, type[Exception], str]] = [
+    ("horovod", UnknownName, "torch-ddp-powersgd, torch-ddp-zero"),
+    ("torch-ddp", ConfigError, r"torch-ddp needs torch\.distributed"),
 ]
 
 
 def test_what_no_stock_method_can_do_is_named() -> None:
-    for name, micro_batches, options, error, words in CANNOT:
+    for name, error, words in CANNOT:
         model = training.new_model()
         with pytest.raises(error, match=words):
-            make_peer(name, model, training.new_optimizer(model), micro_batches, **options)
+            make_peer(name, model, training.new_optimizer(model), 1)
 
 
 def test_a_lone_rank_that_only_computes_equals_plain_pytorch() -> None:
@@ -71,27 +66,22 @@ def test_replicas_that_never_talk_stop_all_the_same() -> None:
     assert listener  # ends at an update of its own
 
 
-def uneven_data(rank: int, until: str) -> list[tuple[int, ...]]:
+def uneven_data(rank: int) -> list[tuple[int, ...]]:
     """Rank 0 has two updates and a micro-batch, rank 1 four updates."""
     model = training.new_model()
     peer = make_peer("torch-ddp", model, training.new_optimizer(model), MICRO_BATCHES)
     batches = training.shard(rank, num=[2 * MICRO_BATCHES + 1, 4 * MICRO_BATCHES][rank])
     counts = []
-    for inputs, weight in peer.feed(batches, until=until):
+    for inputs, weight in peer.feed(batches):
         if update := peer.backward(training.loss_of(peer.model, inputs), weight):
             counts.append(update.micro_batches)
     peer.finish()
     return counts
 
 
-@pytest.mark.parametrize(
-    ("until", "expected"),
-    [("any", [(3, 3), (3, 3), (1, 3)]), ("all", [(3, 3), (3, 3), (1, 3), (0, 3)])],
-)
-def test_a_rank_whose_data_have_ended_goes_on_without_weight_to_the_agreed_end(
-    until: str, expected: list[tuple[int, ...]]
-) -> None:
-    assert run_ranks(2, uneven_data, until) == [expected, expected]
+def test_a_rank_whose_data_have_ended_goes_on_without_weight_to_the_agreed_end() -> None:
+    expected = [(3, 3), (3, 3), (1, 3)]
+    assert run_ranks(2, uneven_data) == [expected, expected]
 
 
 def test_an_empty_loader_is_refused() -> None:

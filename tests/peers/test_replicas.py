@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import stretto as st
 from stretto.errors import ConfigError, UnknownName
-from stretto_lab.peers import make_peer
-from stretto_lab.train.arms import parse_arm, peer_of
+from stretto_lab.train.arms import parse_arm
 from tests.peers import training
 from tests.peers.training import MICRO_BATCHES, NUM_PARAMETERS, UPDATES, WORLD_SIZE, run_counted
 
@@ -29,7 +28,7 @@ def copy_of(model: nn.Module) -> Parameters:
 def train_replicas(rank: int, name: str, options: dict[str, Any]) -> tuple[Parameters, Parameters, list[int]]:
     """The mean of the replicas, this rank's own, and what updates sent; of micro-batches that weigh the same."""
     model = training.new_model()
-    peer = make_peer(peer_of(name), model, training.new_optimizer(model), MICRO_BATCHES, **options)
+    peer = training.make_peer(name, model, training.new_optimizer(model), MICRO_BATCHES, **options)
     updates = [peer.backward(training.loss_of(peer.model, inputs)) for inputs, _ in training.shard(rank)]
     with peer.settled():
         mean = copy_of(model)

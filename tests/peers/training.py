@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from stretto.groups import Link, register_throttled
 from stretto.records import Update
-from stretto_lab.peers import Peer, make_peer
+from stretto_lab.peers import Peer, options_of
+from stretto_lab.train.arms import peer_of
 from tests.processes import run_ranks
 
 MICRO_BATCHES = 3
@@ -86,6 +87,19 @@ def plain_loop(clip_norm: float) -> tuple[dict[str, Tensor], list[float], list[f
         schedule.step()
         losses.append(float(mean.detach()))
     return dict(model.state_dict()), losses, norms
+
+
+def make_peer(
+    name: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: int,
+    *,
+    clip_norm: float | None = None,
+    **options: Any,
+) -> Peer:
+    kind = peer_of(name)
+    return kind(model, optimizer, micro_batches, clip_norm=clip_norm, options=options_of(kind)(**options))
 
 
 def train(

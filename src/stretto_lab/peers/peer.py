@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,19 @@ class Peer:
         scheduler: Any = None,
         options: Any = None,
     ) -> None:
-        """Wrap `model`; `options` is an `options_type`, see `make_peer` for the rest and the errors."""
+        """Wrap `model` over all ranks of the job; all ranks must call.
+
+        Args:
+            model: On its device, with equal weights on all ranks. Train through the peer's `model`.
+            optimizer: Over all trainable parameters of the model, not yet stepped; schedulers may set its rates.
+            micro_batches: Per rank and update.
+            clip_norm: Limit of the gradients' global norm; None does not clip.
+            scheduler: Stepped at every update; None leaves it to the caller.
+            options: An `options_type`; None takes its defaults.
+
+        Raises:
+            ConfigError: The method needs a job of `torch.distributed`, and there is none.
+        """
         if self.needs_launcher and not dist.is_initialized():
             raise ConfigError(
                 f"{self.name} needs torch.distributed: start with torchrun, or call init_process_group"
@@ -80,7 +92,6 @@ class Peer:
         self.measured: tuple[Any, ...] = (self.group,)  # whose bytes count
         self._tally = Tally()
         self._input = InputStatistics()
-        self._until: Literal["any", "all"] = "any"
         self._ended = False
         self._sent_to_start = 0
         self.model = self.wrap(model)
@@ -145,7 +156,6 @@ class Peer:
         self,
         loader: Iterable[Batch],
         updates: int | None = None,
-        until: Literal["any", "all"] = "any",
         on_update: Callable[[Update], None] | None = None,
     ) -> Iterator[Batch]:
         """Yield micro-batches until all ranks end at the same update.
@@ -153,7 +163,7 @@ class Peer:
         It works as `DataParallel.feed`, except that a rank whose data have ended repeats its last batch at weight zero:
         a stock method needs a backward pass on every rank.
         """
-        self._until, self._on_update = until, on_update
+        self._on_update = on_update
         batches, nothing = self._input.begin(loader, PeerUpdates(self)), object()
         batch: Any = nothing
         while not self._ended and (updates is None or self.steps < updates):
@@ -227,7 +237,7 @@ class Peer:
         rates = tuple(map(learning_rate, self.optimizer.param_groups))
         self.rounds += 1
         self._tally = Tally()
-        self._ended = totals.ends(self._until)
+        self._ended = totals.ends
         norm = math.nan
         if totals.weight > 0:
             # A gradient is now the mean over ranks of  Σ weight · g / micro_batches.
@@ -350,10 +360,8 @@ class Totals:
     """Samples in those micro-batches."""
     fresh_samples: int
     """Samples used for the first time."""
-    stop: bool
-    """Whether any rank wants to end."""
-    exhausted: tuple[bool, ...]
-    """Whether each rank's data have ended."""
+    ends: bool
+    """Whether the job ends with this update: a rank wants to stop, or its data have ended."""
 
     @classmethod
     def of(cls, tallies: Tensor) -> "Totals":
@@ -366,9 +374,5 @@ class Totals:
             loss=math.fsum(loss_sums) / weight if weight > 0 else math.nan,
             samples=int(sum(samples)),
             fresh_samples=int(sum(fresh_samples)),
-            stop=any(stops),
-            exhausted=tuple(map(bool, exhausted)),
+            ends=any(stops) or any(exhausted),
         )
-
-    def ends(self, until: Literal["any", "all"]) -> bool:
-        return self.stop or (any(self.exhausted) if until == "any" else all(self.exhausted))

@@ -18,7 +18,7 @@ from stretto.parallel import DataParallel
 from stretto.schedules import Along, over
 from stretto.strategies import STRATEGIES, Strategy
 from stretto_lab.patience import waiting
-from stretto_lab.peers import Peer, make_peer
+from stretto_lab.peers import Peer, options_of
 from stretto_lab.recipes import OverFiles
 from stretto_lab.train.arms import Arm, parse_arm, peer_of
 from stretto_lab.train.budget import Budget, budget_of
@@ -58,14 +58,14 @@ def open_handle(
     """
     arm = parse_arm(run.strategy)
     if not arm.is_ours:
-        return make_peer(
-            peer_of(arm.name),
+        kind = peer_of(arm.name)
+        return kind(
             model,
             optimizer,
             run.micro_batches,
             clip_norm=run.clip_norm,
             scheduler=scheduler,
-            **arm.options,
+            options=options_of(kind)(**arm.options),
         )
     micro_batches: int | Total | Clock = run.micro_batches if run.clock is None else run.clock
     if total is not None:
