@@ -231,7 +231,7 @@ def check_model(saved: Kinds, model: Kinds) -> None:
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
         raise ForeignCheckpoint(
             f"the checkpoint is of another model: {'; '.join(found[:5])}{more}: expected the model that was "
-            "saved; give buffers that change in training their saved shapes before it is wrapped, or persistent=False"
+            "saved, or load(..., partly=True) to take what fits"
         )
 
 

@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,27 @@ def test_a_batch_asked_for_ahead_is_the_first_of_the_next_pass_over_the_same_ite
                 break
     parallel.finish()
     assert seen == list(range(8))
+
+
+@pytest.mark.parametrize("strategy", [stretto.ZeRO1(), stretto.ACCO(), stretto.Average(2)], ids=str)
+def test_a_rank_that_leaves_its_loop_alone_is_named_on_the_others(
+    strategy: Strategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    def program(rank: int, group: dist.ProcessGroup, leaving: list[int], lengths: list[int]) -> None:
+        parallel = job(nn.Linear(3, 2), strategy, group=group)
+        for number, batch in enumerate(parallel.feed([torch.ones(1, 3)] * lengths[rank])):
+            parallel.backward(parallel.model(batch).sum())
+            if rank in leaving and number == 5:
+                break
+        parallel.finish()
+
+    for leaving, lengths in (([1], [12] * 3), ([], [12, 8, 10]), ([0, 1, 2], [12] * 3)):
+        caplog.clear()
+        VirtualCluster(3).run(partial(program, leaving=leaving, lengths=lengths))
+        told = [one for one in caplog.messages if "have left their loops" in one]
+        expected = 2 if leaving == [1] else 0
+        assert len(told) == expected, (leaving, lengths, caplog.messages)
+        assert all(f"ranks {leaving}" in one and "call parallel.stop()" in one for one in told)
 
 
 def test_a_job_that_has_never_had_a_batch_is_told_and_one_from_a_checkpoint_passes_by(tmp_path: Path) -> None:

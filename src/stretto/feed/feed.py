@@ -24,6 +24,7 @@ Note [Batches that are out]
 import collections
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias, TypeVar
@@ -39,6 +40,8 @@ from stretto.errors import CheckpointError, OutOfTurn
 from stretto.feed import again, passes
 from stretto.feed.updates import JobUpdates
 from stretto.records import Update
+
+_log = logging.getLogger("stretto")
 
 Batch = TypeVar("Batch")
 NOTHING = object()
@@ -466,6 +469,15 @@ class Feed:
         same round.
         """
         compute = self._compute
+        rounds = compute.rounds
+        gone = [rank for rank, vote in enumerate(rounds.votes) if vote == Vote.FINISHING]
+        if gone and rounds.vote == Vote.GO_ON and Vote.STOP not in rounds.votes:
+            _log.warning(
+                "%s: ranks %s have left their loops and finished, which ends the pass here, too: to end a pass early "
+                "call parallel.stop() on one rank, or break on all ranks after the same update",
+                compute.where,
+                gone,
+            )
         if not current.has_ended:  # or these are votes about what was left after the end of the data
             compute.rounds.end_pass()
         if compute.rounds.have_data_ended(current.until):
