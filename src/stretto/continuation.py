@@ -108,7 +108,7 @@ class Continuation:
             "random": written_random_states(self._device),
             "buffers": self._buffers(state["model"]),
             "closed": self.job.compute.written_since_closed(),
-            "has_own_draws": self._feeding.has_own_draws,
+            "unsaved": self._feeding.unsaved,
         }
         replicas = self.job.replica.state_dict()
         replica = replicas.pop("replica", None)
@@ -198,10 +198,10 @@ class Continuation:
                 "saved, or omit scheduler= and step a new scheduler in on_update"
             )
 
-    def has_own_draws(self, state: State) -> bool:
-        """Return whether the saved loader, if any, draws from its own generators."""
+    def unsaved(self, state: State) -> str:
+        """Return what only the saved loader could have restored, as `Feed.unsaved`."""
         mine: Mapping[str, Any] = state.get("rank", {}).get(str(self._rank), {})
-        return bool(mine.get("has_own_draws"))
+        return str(mine.get("unsaved", ""))
 
     def pass_of(self, state: State) -> Mapping[str, Any] | None:
         """Return this rank's saved position in its pass; None if it was in no pass."""

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 import stretto
 from stretto import checkpoint
 from stretto.errors import CheckpointError, ForeignCheckpoint, OutOfTurn
+from stretto.groups import SoloGroup
 from stretto.strategies import STRATEGIES
 from stretto_lab.virtual import VirtualCluster
 from tests.draws import draws
@@ -109,6 +110,11 @@ LOADERS: dict[str, Callable[[int], Any]] = {
     "distributed": lambda rank: DataLoader(Rows(rank), 2, sampler=DistributedSampler(Rows(rank), 1, 0)),
     "by pass": lambda rank: DataLoader(list(Streamed(rank)), 2, sampler=ByPass()),
     "streamed": lambda rank: DataLoader(Streamed(rank), 2),
+    "workers": lambda rank: DataLoader(Rows(rank), 2, num_workers=1),
+    "workers, shuffled": lambda rank: DataLoader(
+        Rows(rank), 2, shuffle=True, num_workers=1, persistent_workers=True
+    ),
+    "workers, streamed": lambda rank: DataLoader(Streamed(rank), 2, num_workers=1),
     "list": lambda rank: list(Streamed(rank).rows.split(2)),
 }
 
@@ -144,6 +150,7 @@ def run(
     saves: bool,
     loads: bool,
     ahead: bool,
+    fed: bool,
     folder: Path,
 ) -> Any:
     def train(first: int, goes_on: bool) -> Any:
@@ -155,17 +162,21 @@ def run(
 
             if kind == "distributed":
                 loader.sampler.set_epoch(epoch)
-            batches = iter(parallel.feed(loader, on_update=note))
+            batches = iter(parallel.feed(loader, on_update=note) if fed else loader)
             batch = next(batches, None)
             while batch is not None:
                 loss = model(batch).square().mean()
                 following = next(batches, None) if ahead else None
-                parallel.backward(loss)
+                update = parallel.backward(loss)
+                if update is not None and not fed:
+                    note(update)
                 batch = following if ahead else next(batches, None)
         parallel.finish()
         return parallel.steps, model[0].weight.detach().clone()
 
     loader = LOADERS[kind](rank)
+    is_saved = saves and (fed or hasattr(loader, "state_dict"))
+    loads, saves = loads and (fed or is_saved), is_saved
     model, parallel = job(group, strategy)
     whole = train(0, False)
     loader = LOADERS[kind](rank)
@@ -184,18 +195,37 @@ def test_notes_are_empty_exactly_where_the_run_that_goes_on_equals_the_other(
     for seed in draws(24, 6):
         draw = random.Random(f"{strategy} {seed}")
         case = {
-            "kind": draw.choice(list(LOADERS)),
+            "kind": draw.choice([kind for kind in LOADERS if "workers" not in kind]),
             "at": draw.randrange(1, EPOCHS * PER_EPOCH // 2),
             "saves": draw.random() < 0.7,
             "loads": draw.random() < 0.8,
             "ahead": draw.random() < 0.3,
+            "fed": draw.random() < 0.8,
         }
         if case["kind"] == "restarting":  # without its state nobody knows whether that pass was over
             case |= {"saves": True, "loads": True}
         program = functools.partial(run, strategy=strategy, folder=tmp_path / str(seed), **case)
         for is_same, notes, is_pass_over in VirtualCluster(draw.randint(1, 2)).run(program).values:
             assert is_same or notes, f"{strategy} {case}: another run, and no note"
-            assert not is_same or not notes or is_pass_over, f"{strategy} {case}: the same run, and {notes}"
+            is_known = (
+                case["fed"] and not is_pass_over
+            )  # nobody knows where a loop of one's own was in its data
+            assert not is_same or not notes or not is_known, f"{strategy} {case}: the same run, and {notes}"
+
+
+@pytest.mark.parametrize("fed", [True, False])
+def test_notes_are_as_right_where_other_processes_read_the_data(fed: bool, tmp_path: Path) -> None:
+    """Alone in its process: workers are forked."""
+    for seed in draws(12):
+        draw = random.Random(seed)
+        case = {"kind": draw.choice(["workers", "workers, shuffled", "workers, streamed"]), "fed": fed}
+        case |= {"at": draw.randrange(1, 9), "saves": draw.random() < 0.8, "loads": draw.random() < 0.9}
+        group = SoloGroup()
+        strategy = draw.choice(["zero1", "acco"])
+        folder = tmp_path / str(seed)
+        is_same, notes, is_over = run(0, group, strategy, ahead=draw.random() < 0.3, folder=folder, **case)
+        assert is_same or notes, f"{strategy} {case}: another run, and no note"
+        assert not is_same or not notes or is_over or not fed, f"{strategy} {case}: the same run, and {notes}"
 
 
 def test_a_schedule_of_another_kind_is_refused_in_words(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def load(
         continuation.load(state, goes_on=goes_on)
     notes = (
         *([differs] if differs else []),
-        *([_OWN_DRAWS] if not goes_on and continuation.has_own_draws(state) else []),
+        *([_UNSAVED[unsaved]] if not goes_on and (unsaved := continuation.unsaved(state)) else []),
         *(f"{one}: not loaded" for one in differing),
         *_notes(parallel, saved, state),
         *_notes_of_pass(place, saved.names, goes_on=goes_on),
@@ -518,9 +518,11 @@ def _notes_of_pass(place: Mapping[str, Any], names: set[str], *, goes_on: bool) 
 
 _log = logging.getLogger("stretto")
 
-_OWN_DRAWS = (
-    "the loader draws from its own generator, which was not saved or not loaded: give loader= to both"
-)
+_UNSAVED = {
+    "draws": "the loader draws from its own generator, which was not saved or not loaded: give loader= to both",
+    "loop": "saved by a loop without feed(), and resumed without the state of its loader: its place in the data is "
+    "not known; iterate parallel.feed(loader), and give loader= to save and load",
+}
 _SAFETENSORS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",

@@ -187,7 +187,7 @@ class Feed:
         """Updates that were not reported yet."""
         self._pass: Pass | None = None
         """The pass in progress, or the last one."""
-        self._is_feeding = False
+        self._is_feeding = self._is_unfed = False
         self._num_late: int | None = None
         """Micro-batches that the loop still counts for a pass without more batches; None if there is no such pass."""
         self._restored: Mapping[str, Any] | None = None
@@ -284,7 +284,8 @@ class Feed:
     def check_fed(self) -> None:
         """Raise if a micro-batch belongs to no pass, or to a pass that is over."""
         current, quota = self._pass, self._compute.quota
-        if not self._is_feeding:
+        self._is_unfed = not self._is_feeding
+        if self._is_unfed:
             check_unfed(sum(quota.minima) if quota.is_fixed else None, self._compute.where)
         if current is None:
             return
@@ -528,9 +529,11 @@ class Feed:
         }
 
     @property
-    def has_own_draws(self) -> bool:
-        """Whether the loader of the last pass has generators whose state is saved with it alone."""
-        return self._pass is not None and bool((self._pass.draws or {}).get("generators"))
+    def unsaved(self) -> str:
+        """What a loader's state alone saves of the last pass: a "loop" without feed, or "draws" of its generators."""
+        if self._is_unfed:
+            return "loop"
+        return "draws" * (self._pass is not None and bool((self._pass.draws or {}).get("generators")))
 
     def restore(self, loader: Any, state: Any, place: Mapping[str, Any]) -> str:
         """Bring a loader to its saved position, inside the pass at `place` or after it; return a note if that is not
