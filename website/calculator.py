@@ -74,7 +74,14 @@ def _bill(strategy: Any, wire: str, count: int) -> dict[str, Any] | None:
     except ConfigError:  # not enough micro-batches
         return None
     parts = [[one.share, one.hidden, one.times, one.in_buckets] for one in bill.parts]
-    return {"bytes": bill.bytes_each, "whole": bill.whole, "shared": bill.shared, "parts": parts}
+    core = [bill.core_whole, bill.core_shared]
+    return {
+        "bytes": bill.bytes_each,
+        "whole": bill.whole,
+        "shared": bill.shared,
+        "core": core,
+        "parts": parts,
+    }
 
 
 def _nats(strategy: Any, wire: str) -> list[tuple[int, float]]:

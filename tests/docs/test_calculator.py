@@ -32,6 +32,7 @@ def random_job(seed: int) -> tuple[Work, float]:
         ranks=draws.choice((1, 2, 3, 4, 8, 9, 32, 33, 1024)),
         micro_batches=draws.choice(COUNTS),
         link=Link(bits_per_second=10 ** draws.uniform(6, 11)),
+        packs_on_core=draws.random() < 0.5,
     )
     return work, draws.choice((0.0, 0.02, 0.05, 0.3, 1.0))
 
@@ -67,6 +68,7 @@ def test_it_gives_all_rows_and_the_choice_of_random_jobs() -> None:
             "computing": work.update_seconds,
             "ranks": work.ranks,
             "bitsPerSecond": work.link.bits_per_second,
+            "packs": int(work.packs_on_core),
             "microBatches": work.micro_batches,
             "allowed": allowed,
         }
@@ -89,7 +91,8 @@ def test_it_gives_all_rows_and_the_choice_of_random_jobs() -> None:
 def figures(row: Row) -> dict[str, float]:
     return {
         "sent": row.time.sent_bytes,
-        "busy": row.time.wire_seconds,
+        "link": row.time.wire_seconds,
+        "core": row.time.core_seconds,
         "waiting": row.time.exposed_seconds,
         "seconds": row.time.seconds,
         "memory": row.time.memory_bytes,

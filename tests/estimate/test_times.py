@@ -1,5 +1,6 @@
 """What the time model says agrees with the strategies' own code in virtual time, and needs no PyTorch."""
 
+import dataclasses
 import random
 
 import pytest
@@ -48,6 +49,28 @@ def test_an_update_takes_what_it_takes_in_virtual_time(seed: int) -> None:
     assert found.seconds == pytest.approx(of_plan.seconds, rel=CLOSE)
     assert found.sent_bytes == pytest.approx(of_plan.sent_bytes, rel=CLOSE)
     assert found.memory_bytes == pytest.approx(of_plan.memory_bytes)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_an_exchange_takes_as_long_as_the_slower_of_core_and_link(arm: str) -> None:
+    strategy, wire = parse_arm(arm).strategy(), "rotated2"
+    work = Work(
+        parameters=10**8,
+        update_seconds=1.0,
+        ranks=1024,
+        micro_batches=4,
+        link=Link(10**8),
+        packs_on_core=True,
+    )
+    at_link = time_of(work, strategy, wire)
+    rate = 8 * at_link.sent_bytes / at_link.core_seconds if at_link.core_seconds else 10**12
+    as_fast, faster = (
+        time_of(dataclasses.replace(work, link=Link(bits)), strategy, wire) for bits in (rate, 10 * rate)
+    )
+    assert faster.seconds == pytest.approx(as_fast.seconds)
+    assert (faster.core_seconds > faster.wire_seconds) == (at_link.core_seconds > 0)
+    free = time_of(dataclasses.replace(work, packs_on_core=False), strategy, wire)
+    assert at_link.seconds >= free.seconds
 
 
 @pytest.mark.parametrize("seed", seeds(40))

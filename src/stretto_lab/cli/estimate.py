@@ -14,6 +14,11 @@ def print_estimate(words: Sequence[str]) -> None:
     work = config.work
     rows, choice = estimate(work, config.allow_loss)
     base = rows[0].time
+    time = choice.time
+    limit = (
+        f"A core limits exchanges on {choice.wire}, not the link: per update it packs and reads for "
+        f"{time.core_seconds:.3g} s, and the link sends for {time.wire_seconds:.3g} s."
+    )
     print(
         fold(
             f"{config.parameters} parameters, {work.ranks} ranks, {config.network}: an exact exchange sends "
@@ -37,6 +42,7 @@ def print_estimate(words: Sequence[str]) -> None:
     print(
         f"\nFirst choice: {choice.options}  ({choice.nats:+.3f} nats)\n"
         + (fold(f"Too close to call: {', '.join(alike)}.") + "\n" if alike else "")
+        + (fold(limit) + "\n" if time.core_seconds > time.wire_seconds else "")
         + fold(
             f"{base.seconds / choice.time.seconds:.2f} times as fast as zero1 on fp32. Nats: of held-out loss per "
             "byte, measured with a small GPT, averages on the next larger of 2, 8 and 32 ranks; a difference up to "

@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Literal
 
 from stretto.errors import ConfigError
 from stretto.fields import check_at_least
@@ -28,6 +29,8 @@ class EstimateConfig:
     """Ranks, each with its own link."""
     network: str = "1gbit"
     """free, datacenter, ethernet, office, internet, or a link of every rank such as 100mbit."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """What packs: on cpu one core of each rank, which may be slower than the link; a GPU takes next to no time."""
     micro_batches: int = 4
     """Micro-batches per rank and update; only the last one hides a synchronous exchange."""
     allow_loss: float = SMALL
@@ -49,6 +52,7 @@ class EstimateConfig:
             ranks=self.ranks,
             micro_batches=self.micro_batches,
             link=parse_link(self.network),
+            packs_on_core=self.device == "cpu",
         )
 
 

@@ -1,4 +1,4 @@
-"""The formulas of an estimate, on plain numbers: bytes and seconds of a job's exchange, the time it waits, and memory.
+"""The formulas of an estimate, on plain numbers: bytes and seconds of a job's exchange, its waiting, memory.
 
 The site's calculator runs the same functions: `website/calculator.py` translates them to JavaScript. So each is one
 expression of sums, products, quotients, `max`, `min`, `ceil` and `floor`.
@@ -42,6 +42,7 @@ def waiting_seconds(computing: float, busy: float, share: float, hidden: float, 
     return max(share * busy - hidden * (1 - last) * computing, share * busy * last)
 
 
-def held_bytes(parameters: float, ranks: float, whole: float, shared: float) -> float:
-    """Return the bytes that each rank holds: per parameter `whole` bytes, and its share of `shared` bytes."""
+def of_rank(parameters: float, ranks: float, whole: float, shared: float) -> float:
+    """Return the bytes that each rank holds, or the seconds that it packs: per parameter `whole`, and its share of
+    `shared`."""
     return parameters * (whole + shared / ranks)

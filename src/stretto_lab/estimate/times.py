@@ -22,7 +22,7 @@ from stretto.errors import ConfigError
 from stretto.link import MESSAGE_BYTES, Link
 from stretto.strategies import Average, DiLoCo, Strategy
 from stretto.strategies.ledger import Ledger, ledger_of
-from stretto_lab.estimate.formulas import busy_seconds, held_bytes, last_share, sent_bytes, waiting_seconds
+from stretto_lab.estimate.formulas import busy_seconds, last_share, of_rank, sent_bytes, waiting_seconds
 
 ELEMENT_BYTES: Mapping[str, float] = MappingProxyType(
     {
@@ -38,6 +38,19 @@ ELEMENT_BYTES: Mapping[str, float] = MappingProxyType(
 `stretto.exchange.WIRES`."""
 _PLAIN, _KEEPING = ("fp32", "bf16"), ("int8", "int4", "int2")
 """Wires that send values, and wires that keep their rounding errors for the next round."""
+_CORE_SECONDS: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {
+        "int8": (2.6e-9, 1.4e-9),
+        "int4": (3.0e-9, 1.2e-9),
+        "int2": (2.8e-9, 1.2e-9),
+        "rotated4": (5.2e-9, 4.0e-9),
+        "rotated3": (6.2e-9, 4.7e-9),
+        "rotated2": (6.4e-9, 4.1e-9),
+        "rotated1": (5.6e-9, 4.2e-9),
+    }
+)
+"""Seconds in which one core packs a value on each wire, for any number of ranks, and reads it: measured on int4 and
+rotated2 (`benchmarks/results/2026-11-28-rotated-rows`), the others from their ratio to these two there."""
 _BACKWARD = 2 / 3
 """Share of a micro-batch: a backward pass costs about twice its forward pass."""
 
@@ -56,6 +69,8 @@ class Work:
     """Micro-batches per rank and update."""
     link: Link
     """The link of every rank, in each direction."""
+    packs_on_core: bool = False
+    """Whether one core of each rank packs; a device takes next to no time."""
     bucket_bytes: int = 2**20
     """Size of a bucket of fp32 gradients on few ranks: the default of `Options.bucket_bytes`."""
 
@@ -70,6 +85,8 @@ class Time:
     """Seconds of these spent waiting for communication."""
     wire_seconds: float
     """Seconds for which the link is busy, hidden or not; a mean over updates."""
+    core_seconds: float
+    """Seconds for which a core packs and reads; an exchange takes as long as the slower of core and link."""
     sent_bytes: float
     """Bytes that each rank sends per update."""
     memory_bytes: float
@@ -101,6 +118,10 @@ class Bill:
     """Bytes per parameter that every rank holds, out of `Time.memory_bytes`."""
     shared: float
     """Bytes per parameter that all ranks hold together, out of `Time.memory_bytes`."""
+    core_whole: float
+    """Seconds per parameter in which a core packs what it sends to all ranks, and reads what all send."""
+    core_shared: float
+    """Seconds per parameter in which all ranks together pack the values that they publish."""
     parts: Sequence[Part]
     """The parts of the communication."""
 
@@ -115,11 +136,15 @@ def bill_of(strategy: Strategy, wire: str, micro_batches: int) -> Bill:
     if ledger.rounds > micro_batches:
         raise ConfigError(f"micro_batches={micro_batches}: {strategy.name} needs at least {ledger.rounds}")
     element = ELEMENT_BYTES[wire]
+    pack, read = _CORE_SECONDS.get(wire, (0.0, 0.0))
+    sums, gathers = ledger.gradient_transfers + ledger.outer_steps, ledger.gathers + ledger.outer_steps
     alone, two = (bytes_held(strategy, wire, ranks) for ranks in (1, 2))
     return Bill(
         bytes_each=ledger.wire_bytes(element, max(element, 2.0)),
         whole=2 * two - alone,
         shared=2 * (alone - two),
+        core_whole=sums * (pack + read) + gathers * read,
+        core_shared=gathers * pack,
         parts=_parts(strategy, ledger, micro_batches),
     )
 
@@ -128,7 +153,9 @@ def time_of(work: Work, strategy: Strategy, wire: str) -> Time:
     """Return the time of an update; raises as `bill_of`."""
     bill = bill_of(strategy, wire, work.micro_batches)
     sent = sent_bytes(work.parameters, work.ranks, bill.bytes_each)
-    busy = busy_seconds(sent, work.link.bits_per_second or math.inf)
+    on_link = busy_seconds(sent, work.link.bits_per_second or math.inf)
+    on_core = work.packs_on_core * of_rank(work.parameters, work.ranks, bill.core_whole, bill.core_shared)
+    busy = max(on_link, on_core)
     on_wire = ELEMENT_BYTES[wire] * work.parameters
     last = last_share(work.parameters, work.bucket_bytes, on_wire, work.ranks * MESSAGE_BYTES)
     waiting = sum(
@@ -139,9 +166,10 @@ def time_of(work: Work, strategy: Strategy, wire: str) -> Time:
     return Time(
         seconds=work.update_seconds + waiting,
         exposed_seconds=waiting,
-        wire_seconds=busy,
+        wire_seconds=on_link,
+        core_seconds=on_core,
         sent_bytes=sent,
-        memory_bytes=held_bytes(work.parameters, work.ranks, bill.whole, bill.shared),
+        memory_bytes=of_rank(work.parameters, work.ranks, bill.whole, bill.shared),
     )
 
 

@@ -8,7 +8,9 @@ function calculate(job) {
     const bill = row.bills[job.microBatches];
     if (bill === undefined) continue;
     const sent = sent_bytes(job.parameters, job.ranks, bill.bytes);
-    const busy = busy_seconds(sent, job.bitsPerSecond);
+    const link = busy_seconds(sent, job.bitsPerSecond);
+    const core = job.packs * of_rank(job.parameters, job.ranks, ...bill.core);
+    const busy = Math.max(link, core);
     const onWire = row.element * job.parameters;
     const last = last_share(job.parameters, ESTIMATE.bucketBytes, onWire, job.ranks * ESTIMATE.messageBytes);
     let waiting = 0;
@@ -17,8 +19,8 @@ function calculate(job) {
     }
     const known = row.nats.find(([mostRanks]) => job.ranks <= mostRanks);
     rows.push({
-      strategy: row.strategy, wire: row.wire, sent, busy, waiting, seconds: job.computing + waiting,
-      memory: held_bytes(job.parameters, job.ranks, bill.whole, bill.shared),
+      strategy: row.strategy, wire: row.wire, sent, link, core, waiting, seconds: job.computing + waiting,
+      memory: of_rank(job.parameters, job.ranks, bill.whole, bill.shared),
       nats: known === undefined ? null : known[1],
     });
   }
@@ -41,7 +43,8 @@ function show(form, shown) {
   const value = (name) => Number(form.elements[name].value);
   const job = {
     parameters: 1e6 * value("parameters"), computing: value("computing"), ranks: value("ranks"),
-    bitsPerSecond: 1e6 * value("link"), microBatches: value("microBatches"), allowed: value("allowed"),
+    bitsPerSecond: 1e6 * value("link"), packs: value("packs"), microBatches: value("microBatches"),
+    allowed: value("allowed"),
   };
   const isWhole = Number.isInteger(job.ranks) && job.ranks >= 1;
   if (!isWhole || !(job.parameters > 0 && job.computing > 0 && job.bitsPerSecond > 0 && job.allowed >= 0)) {
@@ -54,8 +57,12 @@ function show(form, shown) {
   const command = document.createElement("code");
   command.textContent = `--strategy ${first.strategy} --wire ${first.wire}`;
   head.append("First choice: ", command, `, ${three(rows[0].seconds / first.seconds)} times as fast as the default. `,
-    `An exact exchange sends ${bytes(rows[0].sent)} per rank and keeps the link busy for ${three(rows[0].busy)} s, `,
+    `An exact exchange sends ${bytes(rows[0].sent)} per rank and keeps the link busy for ${three(rows[0].link)} s, `,
     `beside ${three(job.computing)} s of computing.`);
+  if (first.core > first.link) {
+    head.append(` A core limits exchanges on ${first.wire}, not the link: per update it packs and reads for `,
+      `${three(first.core)} s, and the link sends for ${three(first.link)} s.`);
+  }
   const table = document.createElement("table");
   const line = (cells, kind) => {
     const tr = document.createElement("tr");
