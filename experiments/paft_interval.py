@@ -32,7 +32,7 @@ from torch import nn
 
 import stretto as st
 from stretto.averaging.probe import Conclusion, spread_of, whole
-from stretto.engine.round import Reduction, Round
+from stretto.engine.round import Round
 from stretto.machine import describe_environment
 from stretto.strategies.contract import Divergence
 from stretto_lab.observe import replace_json
@@ -230,12 +230,11 @@ def real(variance: float, updates: int) -> dict[str, Any]:
         replica = parallel.job.replica
         reduce = replica.reduce
 
-        def noting(round: Round) -> Reduction:
-            reduction = reduce(round)
+        def noting(round: Round) -> None:
+            reduce(round)
             if rank == 0:
-                report = reduction.report
+                report = round.report
                 norms.append(math.sqrt(report.norm_squared(replicated=True)) / report.weight)
-            return reduction
 
         replica.reduce = noting  # type: ignore[method-assign]  # the norm is noisy later
         data = torch.Generator().manual_seed(1 + rank)

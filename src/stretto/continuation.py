@@ -31,7 +31,7 @@ from stretto.engine.buffers import are_alike
 from stretto.engine.job import Job
 from stretto.engine.options import Options
 from stretto.engine.report import RankReport, RoundReport, Vote
-from stretto.engine.round import Reduction
+from stretto.engine.round import Round
 from stretto.engine.state import JobState, State
 from stretto.errors import CheckpointError, ConfigError, ForeignCheckpoint
 from stretto.feed import Feed
@@ -86,15 +86,15 @@ class Continuation:
         It performs the next reduction now, and the running job continues with the result.
         """
         compute = self.job.compute
-        reduction = compute.reduce_early() if compute.has_round_ready else None
+        ready = compute.reduce_early() if compute.has_round_ready else None
         state = self._state.write()
         slots = self._state.slots
         state["job"]["published"] = self._published
         if self._scheduler is not None:
             state["job"]["scheduler"] = _kind_of(self._scheduler)
-        if reduction is not None:
-            state["carry"] = {slot.name: self._state.cut(slot, reduction.gradient.sums) for slot in slots}
-            state["job"]["round_report"] = pack(self._describe(reduction), "the round report")
+        if ready is not None:
+            state["carry"] = {slot.name: self._state.cut(slot, ready.gradient.sums) for slot in slots}
+            state["job"]["round_report"] = pack(self._describe(ready), "the round report")
         if estimate := self._estimate():
             state["shown"] = {
                 slot.name: self._state.spread(slot, value)
@@ -242,7 +242,7 @@ class Continuation:
         elif replicas:
             self.job.replica.load_state_dict(replicas)
         if "carry" in state:
-            compute.close_round(self._reduction(state, goes_on=rest is not None))
+            self._carry(compute.close_round(), state, goes_on=rest is not None)
             compute.closed_with({} if mine is None else mine.get("closed", {}))
         if "shown" in state:
             shown = [state["shown"][slot.name].content() for slot in self._state.slots]
@@ -312,10 +312,10 @@ class Continuation:
         with model.unsettled():
             return [one.detach().clone() for one in model.parameters] if model.shown == "estimate" else []
 
-    def _describe(self, reduction: Reduction) -> dict[str, Any]:
+    def _describe(self, round: Round) -> dict[str, Any]:
         names = [slot.name for slot in self._state.slots]
         records = []
-        for record, vote in zip(reduction.report.records, reduction.report.votes, strict=True):
+        for record, vote in zip(round.report.records, round.report.votes, strict=True):
             fields = {
                 field: record[field].item() for field in (*_TOTALS, "norm_squared", "gradient_is_finite")
             }
@@ -323,10 +323,11 @@ class Continuation:
             fields["used"] = [name for name, flag in zip(names, record["used"], strict=True) if flag]
             records.append(fields)
         buffers = self.job.model.buffer_sync.names
-        means = {buffers[index]: mean for index, mean in reduction.buffer_means.items()}
-        return {"records": records, "skipped": reduction.skipped, "statistics": means}
+        means = {buffers[index]: mean for index, mean in round.buffer_means.items()}
+        return {"records": records, "skipped": round.skipped, "statistics": means}
 
-    def _reduction(self, state: State, *, goes_on: bool) -> Reduction:
+    def _carry(self, round: Round, state: State, *, goes_on: bool) -> None:
+        """Give a closed round the result of its exchange, which was saved."""
         described = state["job"]["round_report"]
         sharded = self.job.sharded
         sums = sharded.new_sums()
@@ -336,13 +337,14 @@ class Continuation:
         names = [slot.name for slot in self._state.slots]
         buffers = self.job.model.buffer_sync.names
         records = [
-            RoundReport.pack(_rank_report(members, names, len(buffers), goes_on=goes_on))
+            _rank_report(members, names, len(buffers), goes_on=goes_on).pack()[0]
             for members in self._deal(described["records"])
         ]
         means = described["statistics"].items()
-        buffer_means = {buffers.index(name): at(mean, self._device) for name, mean in means}
-        report = RoundReport.unpack(records, len(names), len(buffers))
-        return self.job.replica.reduction(sums, report, buffer_means, skipped=described["skipped"])
+        self.job.replica.fill(round, sums, RoundReport.unpack(records, len(names), len(buffers)))
+        round.buffer_means = {buffers.index(name): at(mean, self._device) for name, mean in means}
+        if described["skipped"]:
+            self.job.replica.skip(round)
 
     def _deal(self, records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
         """Deal the saved ranks' records to the running ranks in rotation; records of nodes, if nodes hold shards."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import stretto
 from stretto import checkpoint
-from stretto.engine.round import Reduction, Round
+from stretto.engine.round import Round
 from stretto.strategies import STRATEGIES
 from stretto_lab.virtual import VirtualCluster
 from tests.exchange.values import of_every_size
@@ -84,17 +84,17 @@ class Bookkeeper:
         self._is_open = False
         return self.account
 
-    def _noted(self, round: Round) -> Reduction:
+    def _noted(self, round: Round) -> None:
         layout, account = self.job.layout, self.account
         before = [flat.to(torch.float64, copy=True) for flat in round.buffer.flats]
         used = bytes(round.contribution.used)
-        reduction = self._reduce(round)
+        self._reduce(round)
         if not self._is_open:
-            return reduction
+            return
         account.rounds += 1
-        account.left_out += reduction.skipped
-        if reduction.skipped:
-            return reduction
+        account.left_out += round.skipped
+        if round.skipped:
+            return
         for slot in layout.slots:
             own = before[slot.set_index][slot.start : slot.stop].view(slot.shape)
             account.contributed[slot.name] += own
@@ -105,11 +105,10 @@ class Bookkeeper:
             self.job.sharded.pieces if self.job.exchange.rank == 0 or not self.job.replica.replicated else []
         )
         for piece in pieces:
-            if reduction.gradient.used[piece.slot.index]:
-                values = self.job.sharded.values(reduction.gradient.sums, piece).double()
+            if round.gradient.used[piece.slot.index]:
+                values = self.job.sharded.values(round.gradient.sums, piece).double()
                 place = slice(piece.offset, piece.offset + piece.numel)
                 account.received[piece.slot.name].view(-1)[place] += values
-        return reduction
 
 
 class Still(torch.optim.Optimizer):

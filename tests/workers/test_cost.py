@@ -9,7 +9,6 @@ from torch import nn
 
 import stretto as st
 from stretto.averaging.reports import empty_report
-from stretto.engine.report import RoundReport
 from stretto.errors import ConfigError
 from stretto.groups import Link
 from stretto.groups.collective_group import CollectiveGroup
@@ -24,7 +23,7 @@ from tests.diloco.jobs import HEIGHT, WIDTH, Course, go_on, start
 NUMEL = WIDTH * HEIGHT
 NODES, EACH = 2, 2
 RANKS = NODES * EACH
-RECORD = len(RoundReport.pack(empty_report(num_slots=1, changed=b"", step=0)))
+RECORD = len(empty_report(num_slots=1, changed=b"", step=0).pack()[0])
 
 
 def sent(strategy: Strategy, wire: str) -> list[tuple[int, int]]:

@@ -31,7 +31,7 @@ from stretto.engine.buffers import Buffer
 from stretto.engine.replica import Performer, Replica
 from stretto.engine.replica_sync import SyncState
 from stretto.engine.report import Vote
-from stretto.engine.round import Reduction, Round
+from stretto.engine.round import Round
 from stretto.errors import NonFinite, StateCorrupt
 from stretto.exchange import Exchange
 from stretto.flat import Slices
@@ -69,11 +69,10 @@ class DivergingReplica(Replica):
             Step: self._step,
         }
 
-    def reduce(self, round: Round) -> Reduction:
+    def reduce(self, round: Round) -> None:
         """Exchange the gradients of `round`, and count it."""
-        reduction = super().reduce(round)
+        super().reduce(round)
         self.sync.diverge()
-        return reduction
 
     def sum_up(self, round: Round) -> tuple[Slices, bool]:
         """Sum the gradients of `round` over ranks, and measure the sent gradients, which may be overwritten soon."""
@@ -133,7 +132,7 @@ class DivergingReplica(Replica):
     # Performers
 
     def _look(self, _: Look, round: Round | None) -> Moment:
-        is_finishing = round is not None and set(round.reduction.report.votes) <= {
+        is_finishing = round is not None and set(round.report.votes) <= {
             Vote.PASS_LEFT,
             Vote.FINISHING,
         }
@@ -179,7 +178,7 @@ class DivergingReplica(Replica):
                     ranks=[self.exchange.rank],
                 )
         divergence = None if probe is None else self._divergence(probe, conditions, before)
-        progress.measure(divergence)
+        progress.divergence = divergence
         self._mean.begin_again()
         self.sync.mark_synced(states=effect.state, is_shown=round is not None)
         if round is not None:

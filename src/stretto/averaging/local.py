@@ -39,15 +39,15 @@ from stretto.engine.buffer_sync import BufferSync, at, average_buffers, moved, n
 from stretto.engine.buffers import Buffer, changes_of
 from stretto.engine.on_device import choose_runtime
 from stretto.engine.options import Options
-from stretto.engine.replica import Performer, Replica, round_of
+from stretto.engine.replica import Performer, Replica, are_finite, round_of
 from stretto.engine.replica_sync import SyncState
 from stretto.engine.report import Asks, RankReport, RoundReport, Vote
-from stretto.engine.round import Reduction, Round
+from stretto.engine.round import Round
 from stretto.engine.runtime import Pending, Runtime, RuntimeOver
 from stretto.errors import RanksDisagree, ReplicaNonFinite
 from stretto.exchange import Exchange
 from stretto.flat import Slices
-from stretto.optimizer import ReducedGradient, ShardedOptimizer
+from stretto.optimizer import ReducedGradient, ShardedOptimizer, squared_norm
 from stretto.strategies.contract import Land, Launch, Look, Moment
 
 
@@ -129,10 +129,10 @@ class LocalReplica(Replica):
         """Performers by effect."""
         return {**super().performers, Look: self._look, Launch: self._launch, Land: self._land}
 
-    def reduce(self, round: Round) -> Reduction:
+    def reduce(self, round: Round) -> None:
         """Take the gradients of this rank's worker, without a message to other workers."""
         exchange, progress = self.exchange, self.progress
-        finite = round.look_at_gradients()  # before others' gradients are added
+        finite = are_finite(round.buffer.flats)  # before others' gradients are added
         flats = round.buffer.flats
         # The buffer itself, where it is as wide as the masters.
         if [flat.dtype for flat in flats] == [master.dtype for master in self.sharded.masters.flats]:
@@ -142,31 +142,29 @@ class LocalReplica(Replica):
             for total, flat in zip(sums.flats, flats, strict=True):
                 total.copy_(flat)
         self._worker.add_up(flats, sums)
-        measured = round.measured(finite, ReducedGradient(sums, 0.0, 0.0, b"").measure())
-        own = round.report()
+        own = round.own_report(finite, squared_norm(sums))
         if round.contribution.count and own.vote in WITHOUT_DATA:
             own = dataclasses.replace(own, vote=Vote.GO_ON)  # see Note [The end of one rank]
         if self.node_group is not None:
-            own = self.node_group.merge(
-                own, own.places(measured), lambda: round.settings(exchange.layout), self.where
-            )
+            own = self.node_group.merge(own, lambda: round.settings(exchange.layout), self.where)
             exchange.take_account(self.node_group.exchange)
         else:
-            own = completed(own, measured)
+            own = completed(own)
         self._changed, self._vote, self._asks = own.changed, own.vote, own.asks
         report, norm_squared, self._is_without_data = self._worker.look_at(round, own, self.where)
         gradient = ReducedGradient(sums, report.weight, norm_squared, report.used)
-        skipped = self.is_left_out(report, norm_squared, ReplicaNonFinite)
-        if skipped:
+        round.skipped = self.is_left_out(report, norm_squared, ReplicaNonFinite)
+        if round.skipped:
             gradient.leave_out()
-            round.leave_out_buffers()
+            round.buffers = round.sound
             own = empty_report(len(gradient.used), own.changed, progress.step)
             report = alone(own, exchange.rank, exchange.world_size)
         else:
             self._totals.add(own.totals)
             self._used = bytes(a | b for a, b in zip(self._used, own.used, strict=True))
         self.sync.diverge()
-        return Reduction(gradient, report, {}, skipped, alone=True, met=False)
+        round.gradient, round.report, round.is_reduced = gradient, report, True
+        round.alone, round.met = True, False
 
     # Performers
 
@@ -183,12 +181,12 @@ class LocalReplica(Replica):
         """Let a fragment leave; on a rank without data, wait for the others and take over where they are."""
         round = round_of(effect, round)
         buffers, changed = self._buffers(round)
-        own = dataclasses.replace(
-            round.report(),
+        own = RankReport(
             totals=self._totals,
             used=self._used,
             vote=self._vote,
             asks=self._asks,
+            settings=round.settings_digest(),
             changed=changed,
             round_index=self.progress.round_index,
             step=self.progress.step,
@@ -202,7 +200,7 @@ class LocalReplica(Replica):
         if self._is_without_data:
             transfer = self._arrive()
             self._left_at = transfer.round_index
-            self.progress.wait_until(transfer.round_index)
+            self.progress.round_index = transfer.round_index
             if transfer.is_end:
                 self._unite(effect, transfer, round)
                 return False
@@ -225,7 +223,7 @@ class LocalReplica(Replica):
         if has_waited:
             self._catch_up(transfer.report)
         elif not self._is_without_data:
-            self.progress.take_step()  # like every step of a rank that does not ask the others
+            self.progress.stepped = True  # like every step of a rank that does not ask the others
         self._tell(transfer, round, has_waited=has_waited)
 
     # What ranks do together, perhaps on the lane beside
@@ -262,7 +260,7 @@ class LocalReplica(Replica):
         Raises:
             RanksDisagree: Ranks launch in different rounds, so their coins fall differently.
         """
-        records = exchange.gather_bytes(RoundReport.pack(own))
+        records = exchange.gather_bytes(*own.pack())
         report = RoundReport.unpack(records, len(own.used), len(own.changed))
         rounds = report.records["round_index"].tolist()
         is_without_data = [vote in WITHOUT_DATA for vote in report.votes]
@@ -323,23 +321,23 @@ class LocalReplica(Replica):
 
     def _tell(self, transfer: FragmentTransfer, round: Round, *, has_waited: bool) -> None:
         """Let the round end with what a departure, of this round or of an earlier one, has made known."""
-        reduction, ranks = round.reduction, self._worker.ranks
-        earlier, was_met = reduction.report, reduction.met
+        earlier, ranks = round.report, self._worker.ranks
         report = news(transfer.report, earlier, ranks)
-        reduction.meet(
-            with_news(earlier, report, ranks) if was_met else report,
-            {**reduction.buffer_means, **transfer.averages},
-        )
+        round.report = with_news(earlier, report, ranks) if round.met else report
+        round.buffer_means, round.met = {**round.buffer_means, **transfer.averages}, True
         # The model holds this round's buffers, or where the round is left out, what ranks agreed on before it.
-        taken = round.buffers if has_waited or reduction.skipped else transfer.snapshot
-        round.take_snapshot({index: taken[index] for index in transfer.averages})
+        taken = round.buffers if has_waited or round.skipped else transfer.snapshot
+        round.averaged = [
+            taken[index] if index in transfer.averages else value
+            for index, value in enumerate(round.snapshot)
+        ]
 
     def _buffers(self, round: Round) -> tuple[list[Buffer], bytes]:
         """Return the model's buffers with the arrivals of this round, and a byte each: changed since they met?"""
-        averages = round.reduction.buffer_means
+        averages = round.buffer_means
         landed = moved(round.buffers, round.snapshot, averages, round.first)
         buffers: list[Buffer] = [landed.get(index, value) for index, value in enumerate(round.buffers)]
-        if not averages and not round.reduction.skipped:
+        if not averages and not round.skipped:
             return buffers, self._changed
         return buffers, changes_of([averages.get(i, value) for i, value in enumerate(round.agreed)], buffers)
 

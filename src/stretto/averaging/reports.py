@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from stretto.engine.accumulation import Totals
-from stretto.engine.report import Measured, RankReport, RoundReport, Vote, record_dtype
+from stretto.engine.report import RankReport, RoundReport, Vote, record_dtype
 from stretto.exchange.transfer import filled
 
 _COUNTS = ("weight", "samples", "fresh_samples", "micro_batches")
@@ -17,8 +17,6 @@ def empty_report(num_slots: int, changed: bytes, step: int) -> RankReport:
     """Return the report of a rank that contributes nothing."""
     return RankReport(
         totals=Totals(),
-        gradient_is_finite=True,
-        norm_squared=0.0,
         vote=Vote.GO_ON,
         settings=0,
         used=bytes(num_slots),
@@ -27,9 +25,9 @@ def empty_report(num_slots: int, changed: bytes, step: int) -> RankReport:
     )
 
 
-def completed(report: RankReport, measured: Measured) -> RankReport:
+def completed(report: RankReport) -> RankReport:
     """Return a rank's report with its measurements, for which the host waits once."""
-    content = filled(RoundReport.pack(report), report.places(measured))
+    content = filled(*report.pack())
     record = np.frombuffer(content, record_dtype(len(report.used), len(report.changed)))[0]
     return dataclasses.replace(
         report,
@@ -38,12 +36,13 @@ def completed(report: RankReport, measured: Measured) -> RankReport:
         norm_squared=float(record["norm_squared"]),
         changed=record["changed"].tobytes(),
         buffers_are_finite=bool(record["buffers_are_finite"]),
+        measured=None,
     )
 
 
 def alone(own: RankReport, rank: int, world_size: int) -> RoundReport:
     """Return the report of a round in which only `rank` took part: empty records for the others."""
-    report = RoundReport.unpack([RoundReport.pack(own)], len(own.used), len(own.changed))
+    report = RoundReport.unpack([own.pack()[0]], len(own.used), len(own.changed))
     return among(report, rank, world_size)
 
 

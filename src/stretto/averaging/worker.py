@@ -76,7 +76,7 @@ class Worker:
         if inside is None:
             report = alone(own, self._exchange.rank, self._exchange.world_size)
             return report, own.norm_squared, own.vote in WITHOUT_DATA
-        records = inside.gather_bytes(RoundReport.pack(own))
+        records = inside.gather_bytes(*own.pack())
         self._exchange.take_account(inside)
         report = RoundReport.unpack(records, len(own.used), len(own.changed))
         if not report.settings_agree:

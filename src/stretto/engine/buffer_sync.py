@@ -117,8 +117,8 @@ class BufferSync:
 
         A skipped round may have written NaN here: the values from before are restored first.
         """
-        averages = round.reduction.buffer_means
-        if round.reduction.skipped:
+        averages = round.buffer_means
+        if round.skipped:
             self._put(dict(enumerate(self.sound)))
         self._put(moved(self.live, round.snapshot, averages, self.first))
         for index, average in averages.items():
@@ -126,7 +126,7 @@ class BufferSync:
                 self._told.add(index)
                 warnings.warn(_told(self.names[index], round.snapshot[index]), RuntimeWarning, stacklevel=2)
             self.agreed[index] = average
-        if round.reduction.alone:
+        if round.alone:
             self.go_on_from_live()
 
     def go_on_from_live(self) -> None:
@@ -140,7 +140,7 @@ class BufferSync:
 
     def agreed_after(self, round: Round | None) -> list[Buffer]:
         """Return what ranks will agree on once `round`, if there is one, is installed."""
-        brought = {} if round is None else round.reduction.buffer_means
+        brought = {} if round is None else round.buffer_means
         return [brought.get(index, value) for index, value in enumerate(self.agreed)]
 
     def agree(self) -> None:

@@ -1,5 +1,8 @@
 """The communication lane: runs the strategy's coroutine and has each of its effects performed."""
 
+import functools
+import math
+import operator
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
@@ -8,6 +11,8 @@ from stretto.engine.replica import Performer, Replica
 from stretto.engine.round import Round
 from stretto.engine.runtime import Pending
 from stretto.errors import ConfigError
+from stretto.optimizer import learning_rate
+from stretto.records import Update
 from stretto.strategies import Strategy
 from stretto.strategies.contract import ACCUMULATIONS, Begin, Boundary, Script
 
@@ -49,7 +54,7 @@ class CommLane:
         self._script = self._updates() if weave is None else weave(self._updates())
         self._waits_for: Any = None
         """The effect that waits for its answer; None before the script begins."""
-        self.progress.begin_update(replica.exchange.sent_bytes)
+        self.progress.bytes_before = replica.exchange.sent_bytes
 
     def advance(self, round: Round, opening: Pending[None] | None) -> Round:
         """Hand `round` to the waiting reduction, and perform effects until the update ends or the next one waits.
@@ -66,17 +71,56 @@ class CommLane:
         started = self._timer.mark()
         # From here until the compute lane has waited for this call, the round and its buffer are this lane's alone.
         self._perform(round)
-        progress.end_round(self._timer.since(started))
+        progress.round_index += 1
+        progress.lane_seconds += self._timer.since(started)
         if round.ends_update:
-            # `commit` begins the next update, with a list of its own.
-            replica, round.reductions = self.replica, progress.reductions
-            round.update = progress.commit(
-                replica.exchange.sent_bytes,
+            self._commit(round)
+        return round
+
+    def _commit(self, last: Round) -> None:
+        """Close the update that `last` has ended, and begin the next; it has no record if it did not step."""
+        progress, replica = self.progress, self.replica
+        sent_bytes, divergence = replica.exchange.sent_bytes, progress.divergence
+        # A rank that steps alone does not ask the others: the step counts, whatever this rank contributed.
+        if progress.stepped or not last.met:
+            progress.step += 1
+            reports = [one.report for one in progress.rounds if one.alone or not one.skipped]
+            rounds = tuple(report.micro_batches for report in reports)
+            loss_weight = sum(report.loss_weight for report in reports)
+            last.update = Update(
+                step=progress.step,
+                round_index=progress.round_index - 1,
+                samples=sum(report.samples for report in reports),
+                fresh_samples=sum(report.fresh_samples for report in reports),
+                weight=sum(report.weight for report in reports),
+                loss=sum(report.loss_sum for report in reports) / loss_weight if loss_weight else math.nan,
+                gradient_norm=progress.gradient_norm,
+                staleness=min(self.strategy.staleness, progress.step - 1),
+                micro_batches=tuple(map(sum, zip(*rounds, strict=True))),
+                rounds=rounds,
+                lane_seconds=progress.lane_seconds,
+                seconds=0.0,  # the compute lane knows these two
+                exposed_seconds=0.0,
+                sent_bytes=sent_bytes - progress.bytes_before,
+                learning_rates=tuple(map(learning_rate, progress.hyperparameters)),
+                skipped_rounds=progress.skipped_rounds,
+                incidents=tuple(progress.incidents),
                 gap=replica.sync.gap,
                 interval=replica.interval,
-                staleness=self.strategy.staleness,
+                noise=None if divergence is None else divergence.noise,
+                divergence=None if divergence is None else divergence.mean_distance,
             )
-        return round
+            progress.incidents, progress.skipped_rounds = [], 0
+        if last.met:
+            used = [int.from_bytes(one.report.used) for one in progress.rounds]
+            last.used = functools.reduce(operator.or_, used).to_bytes(len(last.report.used))
+        progress.rounds, progress.gradient_norm, progress.stepped, progress.divergence = (
+            [],
+            math.nan,
+            False,
+            None,
+        )
+        progress.lane_seconds, progress.bytes_before = 0.0, sent_bytes
 
     def open(self) -> None:
         """Perform the effects that come before the next gradients, unless that has been done.
@@ -88,7 +132,7 @@ class CommLane:
         if isinstance(self._waits_for, Begin):
             started = self._timer.mark()
             self._perform(None)
-            self.progress.open(self._timer.since(started))
+            self.progress.lane_seconds += self._timer.since(started)
 
     def _updates(self) -> Script:
         """Yield the effects of one update after the other, without end."""

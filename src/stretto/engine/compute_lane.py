@@ -33,7 +33,7 @@ from stretto.engine.model import UserModel, trains
 from stretto.engine.options import Quota
 from stretto.engine.replica_sync import SyncState
 from stretto.engine.report import Asks, RoundReport, Vote
-from stretto.engine.round import Reduction, Round
+from stretto.engine.round import Round
 from stretto.engine.runtime import Arrived, Pending
 from stretto.errors import OutOfTurn
 from stretto.optimizer import Hyperparameters, Schedule, read_hyperparameters
@@ -385,7 +385,8 @@ class ComputeLane:
         if self.rounds.at_boundary:
             self._hyperparameters = read_hyperparameters(self.model.optimizer)
             self._trains = bytes(map(trains, self.model.registered))
-        ready.submit(self.rounds.vote, self.rounds.asks, self._hyperparameters, self._trains)
+        ready.vote, ready.asks = self.rounds.vote, self.rounds.asks
+        ready.hyperparameters, ready.trains = self._hyperparameters, self._trains
         # The lane owns the round's buffer now. It finishes what it began ahead of the gradients first.
         opening, self._opening = self._opening, None
         self._in_flight = self.runtime.spawn(functools.partial(self.comm.advance, ready, opening))
@@ -397,12 +398,8 @@ class ComputeLane:
                 ready.buffer, attached=False
             )  # the lane has it until the round is installed
 
-    def close_round(self, reduction: Reduction | None = None) -> Round:
-        """Close the accumulating round, unless it is, and return it; it is submitted next.
-
-        Args:
-            reduction: The result of its exchange, if that was done before.
-        """
+    def close_round(self) -> Round:
+        """Close the accumulating round, unless it is, and return it; it is submitted next."""
         if self._ready is None:
             self.rounds.enter(Stage.READY)
             self._is_checked = False  # the user's code may run before the round is submitted
@@ -417,8 +414,6 @@ class ComputeLane:
             self._incidents = []
             for listener in self.model.listeners:
                 listener.round_closed()
-        if reduction is not None:
-            self._ready.reduced(reduction)
         return self._ready
 
     def end_round(self) -> Update | None:
@@ -450,10 +445,13 @@ class ComputeLane:
             self.accumulation.attach()
         # Safe to read: nothing runs on the lane until the next round is submitted.
         before, steps = self.rounds.steps, self.comm.progress.step
-        met = round.reduction.report if round.reduction.met else None
+        met = round.report if round.met else None
         self.rounds.install(at_boundary=round.ends_update, steps=steps, met=met)
-        if round.update is not None and not self._use_is_known:
-            self._check_used(round.reductions)
+        if round.update is not None and not self._use_is_known and any(round.used):
+            # Checked once; an update of which all micro-batches were left out says nothing.
+            self._use_is_known = True
+            if unused := [slot.name for slot in self.layout.slots if not round.used[slot.index]]:
+                raise misuse.without_gradient(unused, self.where)
         if steps > before:
             self.model.stepped(self._schedule, steps - before, self.where)
         if round.update is None:
@@ -464,20 +462,6 @@ class ComputeLane:
         seconds, self._updated_at = now - self._updated_at, now
         exposed_seconds, self._exposed_seconds = self._exposed_seconds, 0.0
         return dataclasses.replace(round.update, seconds=seconds, exposed_seconds=exposed_seconds)
-
-    def _check_used(self, reductions: Sequence[Reduction]) -> None:
-        """Check once, at the first update that all ranks report, that each parameter was used by some rank.
-
-        Raises:
-            UnusedParameters: A parameter received no gradient on any rank.
-        """
-        is_empty = not any(any(one.report.used) for one in reductions)  # all micro-batches were left out
-        if is_empty or not reductions[-1].met:
-            return
-        self._use_is_known = True
-        used = [any(flags) for flags in zip(*(one.report.used for one in reductions), strict=True)]
-        if unused := [slot.name for slot in self.layout.slots if not used[slot.index]]:
-            raise misuse.without_gradient(unused, self.where)
 
     def wait_for_lane(self) -> Round | None:
         """Wait until the round in flight can be installed; return its result, or None without one."""
@@ -649,17 +633,16 @@ class ComputeLane:
         if self._opening is not None:
             self._opening = Arrived(self._opening.result())
 
-    def reduce_early(self) -> Reduction:
+    def reduce_early(self) -> Round:
         """Exchange now the gradients of the round submitted next, for a checkpoint and for it; all must call."""
         ready = self.close_round()
-        if ready.is_reduced:
-            return ready.reduction
-        hyperparameters = read_hyperparameters(self.model.optimizer)
-        trained = bytes(map(trains, self.model.registered))
-        ready.submit(self.rounds.vote, self.rounds.asks, hyperparameters, trained)
-        ready.reduced(self.runtime.spawn(lambda: self.replica.reduce(ready)).result())
-        self.accumulation.remember()  # an exchange may leave anything in the buffer
-        return ready.reduction
+        if not ready.is_reduced:
+            ready.vote, ready.asks = self.rounds.vote, self.rounds.asks
+            ready.hyperparameters = read_hyperparameters(self.model.optimizer)
+            ready.trains = bytes(map(trains, self.model.registered))
+            self.runtime.spawn(lambda: self.replica.reduce(ready)).result()
+            self.accumulation.remember()  # an exchange may leave anything in the buffer
+        return ready
 
     def written_since_closed(self) -> dict[str, Buffer]:
         """Return, by name, what buffers were when the ready round was closed, where that is no longer so."""
@@ -672,7 +655,7 @@ class ComputeLane:
         device = self.layout.sets[0].device
         pairs = zip(self.buffer_sync.names, self.close_round().buffers, strict=True)
         buffers = [at(closed[name], device) if name in closed else value for name, value in pairs]
-        self.close_round().close_with(buffers)
+        self.close_round().buffers = buffers
 
     def begin_again(self, steps: int, round_index: int) -> None:
         """Continue after so many updates and rounds, whose state is in place; drop accumulated gradients.

@@ -34,7 +34,6 @@ from stretto.engine.report import RankReport, RoundReport
 from stretto.engine.runtime import Pending, Runtime, RuntimeOver
 from stretto.errors import UnsupportedModel, WorkerDisagrees
 from stretto.exchange import Exchange
-from stretto.exchange.transfer import Place
 from stretto.flat import Layout
 
 T = TypeVar("T")
@@ -66,14 +65,11 @@ class NodeGroup:
         digests = self.everyone.gather_bytes(layout.digest().encode())
         return hashlib.sha256(b"".join(digests)).hexdigest()
 
-    def merge(
-        self, own: RankReport, places: Sequence[Place], settings: Callable[[], str], where: str
-    ) -> RankReport:
+    def merge(self, own: RankReport, settings: Callable[[], str], where: str) -> RankReport:
         """Return the node's report of a round, the same on all its ranks; all must call.
 
         Args:
             own: This rank's.
-            places: Parts of it that only its device knows.
             settings: Of this rank, as text; called where ranks differ.
             where: Rank and step, for messages.
 
@@ -81,7 +77,7 @@ class NodeGroup:
             WorkerDisagrees: The ranks would step with other settings.
             UnsupportedModel: A floating-point buffer of the model has changed.
         """
-        records = self.exchange.gather_bytes(RoundReport.pack(own), places)
+        records = self.exchange.gather_bytes(*own.pack())
         report = RoundReport.unpack(records, len(own.used), len(own.changed))
         if not report.settings_agree:
             texts = {"optimizer settings": settings()}
@@ -117,6 +113,7 @@ class NodeGroup:
             changed=bytes(report.changed),
             stale=bool(report.stale),
             buffers_are_finite=bool(every["buffers_are_finite"].all()),
+            measured=None,
         )
 
     def total(self, value: Tensor) -> Tensor:

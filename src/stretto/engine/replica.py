@@ -23,14 +23,14 @@ from stretto.engine.node_group import NodeGroup
 from stretto.engine.options import Options
 from stretto.engine.replica_sync import ReplicaSync
 from stretto.engine.report import RoundReport
-from stretto.engine.round import Progress, Reduction, Round
+from stretto.engine.round import Progress, Round
 from stretto.engine.runtime import Runtime
 from stretto.engine.streams import SideStream
 from stretto.errors import NonFinite
 from stretto.exchange import FP32, Exchange, PlainWire, Publication
 from stretto.exchange.transfer import Prepare, Transfers
 from stretto.flat import Slices
-from stretto.optimizer import ReducedGradient, ShardedOptimizer
+from stretto.optimizer import ReducedGradient, ShardedOptimizer, squared_norm
 from stretto.strategies.contract import ACCUMULATIONS, Begin, Boundary, Effect, Gather, Preview, Step
 
 _log = logging.getLogger("stretto")
@@ -139,52 +139,61 @@ class Replica:
         """Reduce the gradients of the round, unless a checkpoint has had them reduced already."""
         round = round_of(effect, round)
         if not round.is_reduced:
-            round.reduced(self.reduce(round))
-        self.progress.begin_round(round.reduction, round.hyperparameters)
-        return round.reduction.gradient
+            self.reduce(round)
+        progress = self.progress
+        progress.rounds.append(round)
+        progress.skipped_rounds += round.skipped
+        progress.hyperparameters = round.hyperparameters
+        return round.gradient
 
-    def reduce(self, round: Round) -> Reduction:
+    def reduce(self, round: Round) -> None:
         """Exchange the gradients of `round` and the reports on it; all ranks must call, unless ranks step alone."""
-        sums, report = self._sum_and_report(round)
-        if report.stale:
-            self._stop_hiding(report.stale)
-            sums, report = self._sum_and_report(round)  # whole, now that all gradients are there
+        while True:
+            finite = are_finite(round.buffer.flats)  # the exchange may leave anything in them
+            sums, is_stale = self.sum_up(round)
+            own = round.own_report(finite, squared_norm(sums), stale=is_stale)
+            if self.node_group is not None:
+                own = self.node_group.merge(own, lambda: round.settings(self.exchange.layout), self.where)
+            # The host waits here, for the first time in this round, with everything on its way.
+            records = self.exchange.gather_bytes(*own.pack())
+            report = RoundReport.unpack(records, len(own.used), len(own.changed))
+            if not report.stale:
+                break
+            self._stop_hiding(report.stale)  # and sum again: all gradients are there now
         if not report.settings_agree:
             self.refuse_settings(round)
         if self._duplicate_data is not None and not self._duplicate_data.look(report.records, self.where):
             self._duplicate_data = None
-        skipped = self.is_left_out(report, report.norm_squared(replicated=self.replicated), NonFinite)
-        if not skipped and self.exchange.feedback is not None:
+        self.fill(round, sums, report)
+        if self.is_left_out(report, round.gradient.norm_squared or 0.0, NonFinite):
+            self.skip(round)
+            return
+        if self.exchange.feedback is not None:
             self.exchange.commit_residuals()
-        buffer_means: dict[int, Buffer] = {}
-        if any(report.changed) and not skipped:
-            buffer_means = average_buffers(
+        if any(report.changed):
+            round.buffer_means = average_buffers(
                 self.exchange, round.buffers, report.changed, report.micro_batches, round.first
             )
-        return self.reduction(sums, report, buffer_means, skipped=skipped)
 
-    def _sum_and_report(self, round: Round) -> tuple[Slices, RoundReport]:
-        """Sum the gradients of `round` over ranks, and gather the reports on it."""
-        finite = round.look_at_gradients()
-        sums, is_stale = self.sum_up(round)
-        measured = round.measured(finite, ReducedGradient(sums, 0.0, 0.0, b"").measure())
-        own = round.report(stale=is_stale)
-        places = own.places(measured)
-        if self.node_group is not None:
-            own, places = (
-                self.node_group.merge(own, places, lambda: round.settings(self.exchange.layout), self.where),
-                [],
-            )
-        # The host waits here, for the first time in this round, with everything on its way.
-        records = self.exchange.gather_bytes(RoundReport.pack(own), places)
-        return sums, RoundReport.unpack(records, len(own.used), len(own.changed))
+    def fill(self, round: Round, sums: Slices, report: RoundReport) -> None:
+        """Give a round the results of an exchange, or of one that a checkpoint has saved; it takes over `sums`."""
+        norm_squared = report.norm_squared(replicated=self.replicated)
+        round.gradient = ReducedGradient(sums, report.weight, norm_squared, report.used)
+        round.report, round.is_reduced, round.early_reduction = report, True, None
+
+    def skip(self, round: Round) -> None:
+        """Leave the gradients of a round out of its update."""
+        round.skipped = True
+        round.gradient.leave_out()
+        for total in round.gradient.sums.flats:
+            total.zero_()
 
     def sum_up(self, round: Round) -> tuple[Slices, bool]:
         """Sum the gradients of `round` over ranks; return the sums, and whether any changed after they were sent."""
         if self._sums_are_own:
             return self.sharded.owned.cut(round.buffer.flats), False
         if (early_reduction := round.early_reduction) is not None:
-            round.take_back()
+            round.early_reduction = None
             return early_reduction.finish(), early_reduction.is_stale
         transfers, sums, prepare = self._begin_sum(round.buffer, round.contribution)
         self.exchange.run(transfers, prepare)
@@ -235,18 +244,6 @@ class Replica:
             ranks,
         )
 
-    def reduction(
-        self, sums: Slices, report: RoundReport, buffer_means: dict[int, Buffer], *, skipped: bool
-    ) -> Reduction:
-        """Return the result of an exchange, or of one that a checkpoint has saved; it takes over `sums`."""
-        norm_squared = report.norm_squared(replicated=self.replicated)
-        gradient = ReducedGradient(sums, report.weight, norm_squared, report.used)
-        if skipped:
-            gradient.leave_out()
-            for total in sums.flats:
-                total.zero_()
-        return Reduction(gradient, report, buffer_means, skipped)
-
     def step(self, effect: Step, round: Round | None) -> None:
         """Commit one optimizer step if the gradient has any weight, and publish the masters."""
         gradient = _reduced(effect.gradient)
@@ -256,7 +253,7 @@ class Replica:
             self.sharded.step(gradient, self.progress.hyperparameters, clip)
             if self.runtime.virtual_time is not None:
                 self.runtime.virtual_time.charge("step", self.sharded.numel)
-            self.progress.take_step(norm)
+            self.progress.stepped, self.progress.gradient_norm = True, norm
         self.show_masters(round_of(effect, round))
 
     def show_masters(self, round: Round) -> None:
@@ -318,14 +315,15 @@ class Replica:
         """
         norm_squared = gradient.norm_squared
         if norm_squared is None:
-            own = gradient.measure()
+            own = squared_norm(gradient.sums)
             if self.node_group is not None:
                 own = self.node_group.total(own)
             if self.replicated:
-                norm_squared = gradient.know_norm(float(own))
+                norm_squared = float(own)
             else:
                 norms = self.exchange.gather_bytes(bytes(own.nbytes), [(0, own.view(1).view(torch.int8))])
-                norm_squared = gradient.know_norm(sum(np.frombuffer(b"".join(norms)).tolist()))
+                norm_squared = sum(np.frombuffer(b"".join(norms)).tolist())
+            gradient.norm_squared = norm_squared  # a preview and a step may share it
         norm, limit = math.sqrt(norm_squared) / gradient.weight, self._options.clip_norm
         return norm, 1.0 if limit is None else min(1.0, limit / (norm + CLIP_EPSILON))
 
@@ -409,6 +407,17 @@ def _reduced(gradient: object) -> ReducedGradient:
             f"a strategy must pass on the gradient that it received, not {type(gradient).__name__}"
         )
     return gradient
+
+
+def are_finite(flats: Sequence[Tensor]) -> Tensor:
+    """Return whether all gradients are finite, `()` bool, without waiting for the device."""
+    # A sum is not finite where any value is not. One of finite values may overflow: extremes, of which one is not
+    # finite where any value is not, take no memory either, and twice the time.
+    extremes: list[Tensor] = []
+    for flat in flats:
+        if flat.device.type != "cpu" or not flat.sum().isfinite():
+            extremes += [extreme.to(flats[0].device, torch.float64) for extreme in flat.aminmax()]
+    return torch.stack(extremes).isfinite().all() if extremes else torch.tensor(True)
 
 
 def round_of(effect: object, round: Round | None) -> Round:

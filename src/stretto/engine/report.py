@@ -68,13 +68,13 @@ class Measured:
     buffers_are_finite: Tensor | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RankReport:
     """One rank's report of a round; at an average of replicas, of all rounds since the last average."""
 
     totals: Totals
-    gradient_is_finite: bool
-    norm_squared: float
+    gradient_is_finite: bool = True
+    norm_squared: float = 0.0
     """Squared 2-norm of the summed gradient on the slices that this rank owns."""
     vote: Vote
     settings: int
@@ -94,15 +94,25 @@ class RankReport:
     buffers_are_finite: bool = True
     """Whether no buffer of the model has got an infinity or a NaN in this round, by a micro-batch of any weight."""
     asks: Asks = Asks.NOTHING
+    measured: Measured | None = None
+    """Values that only the device knows yet; they count in the place of those above."""
 
-    def places(self, measured: Measured) -> list[Place]:
-        """Return the places of the measurements in this packed record."""
-        fields: Mapping[str, Any] = record_dtype(len(self.used), len(self.changed)).fields or {}
+    def pack(self) -> tuple[bytes, list[Place]]:
+        """Return this record as bytes, and what the device has yet to write into them."""
+        dtype = record_dtype(len(self.used), len(self.changed))
+        record = np.zeros(1, dtype)
+        for source in (self.totals, self):
+            for field in dataclasses.fields(source):
+                if field.name not in ("totals", "asks", "measured"):
+                    value = getattr(source, field.name)
+                    record[field.name] = list(value) if isinstance(value, bytes) else value
+        record["vote"] = self.vote | self.asks
+        offsets: Mapping[str, Any] = dtype.fields or {}
         places: list[Place] = []
-        for field in dataclasses.fields(measured):
-            if (value := getattr(measured, field.name)) is not None:
-                places.append((fields[field.name][1], value.view(-1).view(torch.int8)))
-        return places
+        for field in () if self.measured is None else dataclasses.fields(self.measured):
+            if (value := getattr(self.measured, field.name)) is not None:
+                places.append((offsets[field.name][1], value.view(-1).view(torch.int8)))
+        return record.tobytes(), places
 
 
 @functools.cache
@@ -167,18 +177,6 @@ class RoundReport:
         """Whether all ranks have the same hyperparameters."""
         self.stale: list[int] = np.flatnonzero(records["stale"]).tolist()
         """Ranks whose gradients changed after they were sent."""
-
-    @classmethod
-    def pack(cls, report: RankReport) -> bytes:
-        """Return one rank's report as bytes."""
-        record = np.zeros(1, record_dtype(len(report.used), len(report.changed)))
-        for source in (report.totals, report):
-            for field in dataclasses.fields(source):
-                if field.name not in ("totals", "asks"):
-                    value = getattr(source, field.name)
-                    record[field.name] = list(value) if isinstance(value, bytes) else value
-        record["vote"] = report.vote | report.asks
-        return record.tobytes()
 
     @classmethod
     def unpack(cls, records: Sequence[bytes], num_slots: int, num_buffers: int) -> "RoundReport":

@@ -459,7 +459,7 @@ class Feed:
         if compute.overlaps:
             compute.submit_if_ready()
             arrived = compute.wait_for_lane()
-            votes = {Vote.GO_ON} if arrived is None else set(arrived.reduction.report.votes)
+            votes = {Vote.GO_ON} if arrived is None else set(arrived.report.votes)
             self._keep(compute.end_round() if votes & {Vote.GO_ON, Vote.STOP} else compute.finish_round())
         else:
             self._keep(compute.finish_round() if compute.has_round_ready else compute.end_round())

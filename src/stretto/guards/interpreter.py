@@ -164,8 +164,8 @@ class GuardInterpreter:
 
     def _conclude(self, _: Conclude, round: Round | None) -> None:
         """Gather the incidents of all ranks at the end of an update; ranks that step alone wait for their average."""
-        if round is not None and round.reduction.met:
-            self._progress.note(self._gather_found())
+        if round is not None and round.met:
+            self._progress.incidents += self._gather_found()
 
     def _gather_found(self) -> tuple[Incident, ...]:
         """Return the incidents of all ranks since the last call; all ranks must call."""

@@ -5,7 +5,7 @@ from stretto.optimizer.probe import whole_groups
 from stretto.optimizer.segments import Piece, Segment
 from stretto.optimizer.settings import Hyperparameters, learning_rate, read_hyperparameters
 from stretto.optimizer.several import SeveralSchedulers, as_one, members_of, name_of
-from stretto.optimizer.sharded import ReducedGradient, ShardedOptimizer
+from stretto.optimizer.sharded import ReducedGradient, ShardedOptimizer, squared_norm
 from stretto.optimizer.state import PieceState, StateKinds, adopt_states, average_states, piece_states
 from stretto.optimizer.turning import Schedule, check_scheduler
 
@@ -29,5 +29,6 @@ __all__ = [
     "over_shards",
     "piece_states",
     "read_hyperparameters",
+    "squared_norm",
     "whole_groups",
 ]

@@ -60,11 +60,6 @@ class ReducedGradient:
         self.weight = self.norm_squared = 0.0
         self.used = bytes(len(self.used))
 
-    def know_norm(self, norm_squared: float) -> float:
-        """Keep the squared norm of a sum, which somebody has measured over ranks, and return it."""
-        self.norm_squared = norm_squared
-        return norm_squared
-
     def forget_norm(self) -> None:
         """Let the norm be measured again: the values have changed."""
         self.norm_squared = None
@@ -97,7 +92,9 @@ class ReducedGradient:
         """Divide the sums by the weight and multiply by `clip`, in place, once."""
         if self._scale is None:
             for total in self.sums.flats:
-                _scaled(total.div_(self.weight), clip)
+                total.div_(self.weight)
+                if clip != 1.0:  # otherwise a pass over memory is saved while the compute lane is busy
+                    total.mul_(clip)
             self._scale = clip
 
     def part(self, segment: Segment) -> Tensor | None:
@@ -110,25 +107,24 @@ class ReducedGradient:
     def mean_of(self, block: Block, clip: float) -> Tensor:
         """Return the mean of one block of the sums; a copy unless `become_mean` has been there already."""
         part = inside(self.sums, block)
-        return part if self._scale is not None else _scaled(part.div(self.weight), clip)
-
-    def measure(self) -> Tensor:
-        """Return the squared 2-norm of the sums on this rank's slices, `()` float64, without waiting for the device.
-
-        In float64, where no square of a float32 value is too large or too small; in flat order, however buckets go.
-        """
-        device = self.sums.flats[0].device
-        if device.type == "cpu":
-            squares = _squares_on_host(list(map(self.sums.__getitem__, self.sums.flat_order)))
-        else:
-            parts = [part for flat in self.sums.flats for part in flat.split(_DEVICE_BLOCK)]
-            squares = [torch.linalg.vector_norm(p, dtype=torch.float64).square().to(device) for p in parts]
-        return torch.stack(squares).cumsum(0)[-1]  # one after the other
+        if self._scale is not None:
+            return part
+        mean = part.div(self.weight)
+        return mean if clip == 1.0 else mean.mul_(clip)
 
 
-def _squares_on_host(parts: list[Tensor]) -> list[Tensor]:
-    """Return the squared 2-norm of each part, `()` float64; neighbours that fit into the cache are widened together."""
+def squared_norm(sums: Slices) -> Tensor:
+    """Return the squared 2-norm of the sums on this rank's slices, `()` float64, without waiting for the device.
+
+    In float64, where no square of a float32 value is too large or too small; in flat order, however buckets go.
+    """
+    device = sums.flats[0].device
+    if device.type != "cpu":
+        blocks = [part for flat in sums.flats for part in flat.split(_DEVICE_BLOCK)]
+        norms = [torch.linalg.vector_norm(one, dtype=torch.float64).square().to(device) for one in blocks]
+        return torch.stack(norms).cumsum(0)[-1]  # one after the other
     squares: list[Tensor] = []
+    parts = list(map(sums.__getitem__, sums.flat_order))
     numels, last = list(map(Tensor.numel, parts)), 0
     while (first := last) < len(parts):
         together, last = numels[first], first + 1
@@ -139,17 +135,13 @@ def _squares_on_host(parts: list[Tensor]) -> list[Tensor]:
                 square += torch.dot(wider, wider)
             squares.append(square)
             continue
+        # Neighbours that fit into the cache are widened together: one call for all of them.
         while last < len(parts) and together + numels[last] <= _BLOCK:
             together, last = together + numels[last], last + 1
         wide = torch.cat(parts[first:last], out=torch.empty(together, dtype=torch.float64))
-        blocks = wide.split_with_sizes(numels[first:last])
-        squares += map(torch.dot, blocks, blocks)
-    return squares
-
-
-def _scaled(mean: Tensor, clip: float) -> Tensor:
-    """Multiply in place, unless nothing is clipped: this saves a pass over memory while the compute lane is busy."""
-    return mean if clip == 1.0 else mean.mul_(clip)
+        own = wide.split_with_sizes(numels[first:last])
+        squares += map(torch.dot, own, own)
+    return torch.stack(squares).cumsum(0)[-1]
 
 
 class ShardedOptimizer:
