@@ -275,8 +275,7 @@ class DataParallel:
     def end_micro_batch(self, weight: float, loss: Tensor | None, samples: int) -> Update | None:
         """Count the accumulated gradients, or zero if there are none; otherwise as `count_micro_batch`."""
         with self._compute.lifetime.running():
-            self.feeding.check_fed()
-            return self.feeding.counted(self._compute.count(weight, loss, samples, samples, lacks=True))
+            return self.feeding.count(weight, loss, samples, lacks=True)
 
     def commit(self) -> list[Update]:
         """Commit all counted micro-batches, and complete every round; return the updates that were not returned yet.

@@ -141,7 +141,7 @@ class DivergingReplica(Replica):
     def _postpone(self, effect: Postpone, _: Round | None) -> None:
         self.interval = effect.updates
 
-    def _step(self, effect: Step, round: Round | None) -> None:
+    def _step(self, effect: Step, round: Round) -> None:
         gradient = effect.gradient
         if self._probe is not None and isinstance(gradient, ReducedGradient) and gradient.weight > 0:
             self._probe.stepped(gradient.sums, gradient.weight)

@@ -39,7 +39,7 @@ from stretto.engine.buffer_sync import BufferSync, at, average_buffers, moved, n
 from stretto.engine.buffers import Buffer, changes_of
 from stretto.engine.on_device import choose_runtime
 from stretto.engine.options import Options
-from stretto.engine.replica import Performer, Replica, are_finite, round_of
+from stretto.engine.replica import Performer, Replica, are_finite
 from stretto.engine.replica_sync import SyncState
 from stretto.engine.report import Asks, RankReport, RoundReport, Vote
 from stretto.engine.round import Round
@@ -177,9 +177,8 @@ class LocalReplica(Replica):
             self.progress.round_index, self.sync.gap, is_finishing, in_flight_rounds=in_flight_rounds
         )
 
-    def _launch(self, effect: Launch, round: Round | None) -> bool:
+    def _launch(self, effect: Launch, round: Round) -> bool:
         """Let a fragment leave; on a rank without data, wait for the others and take over where they are."""
-        round = round_of(effect, round)
         buffers, changed = self._buffers(round)
         own = RankReport(
             totals=self._totals,
@@ -206,9 +205,8 @@ class LocalReplica(Replica):
                 return False
         return True
 
-    def _land(self, effect: Land, round: Round | None) -> None:
+    def _land(self, effect: Land, round: Round) -> None:
         """Take over what a fragment has brought, and learn of the other ranks."""
-        round = round_of(effect, round)
         transfer, self._arrived = self._arrive(), None
         fragment = self.fragments[transfer.fragment]
         has_waited = transfer.round_index == self.progress.round_index

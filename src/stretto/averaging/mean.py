@@ -77,7 +77,7 @@ class ReplicaMean:
         means = self._sharded.owned.cut([master.clone() for master in self._sharded.masters.flats])
         if share is not None:
             self._average_masters(means, share, flats)
-        self._sharded.place(means, flats)
+        self._sharded.publish(flats, means)
 
     def consensus(self, share: Share | None, of_state: Share) -> ShardedOptimizer:
         """Return a copy of the optimizer that holds the mean of all masters and states.
@@ -142,7 +142,7 @@ class ReplicaMean:
             torch._foreach_mul_([value for value, _ in counting], [part for _, part in counting])
         if left_out:  # it need not be finite
             torch._foreach_zero_(left_out)
-        self._sharded.place(values, flats)
+        self._sharded.publish(flats, values)
         self._exchange.all_reduce(flats, values, wire)
 
 

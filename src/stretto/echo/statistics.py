@@ -69,22 +69,18 @@ class InputStatistics:
         fresh = self.uses.count(1)
         self._last_use = self.uses[-1] if self.uses else self._last_use
         mixed = 0 if self.echo is None else self.echo.mixed_updates
+        losses, weight = self._first_losses, sum(weight for _, weight in self._first_losses)
         filled = dataclasses.replace(
             update,
             fresh=fresh,
             echoed=len(self.uses) - fresh,
             mixed=mixed - self._mixed_before,
             uses=tuple(self.uses),
-            first_use_loss=_weighted_mean(self._first_losses),
+            first_use_loss=sum(float(loss) * w for loss, w in losses) / weight if losses else math.nan,
             wait_seconds=self._wait_seconds,
         )
         self.uses, self._wait_seconds, self._first_losses, self._mixed_before = [], 0.0, [], mixed
         return filled
-
-
-def _weighted_mean(losses: list[tuple[Tensor, float]]) -> float:
-    weight = sum(weight for _, weight in losses)
-    return sum(float(loss) * weight for loss, weight in losses) / weight if losses else math.nan
 
 
 def num_samples(batch: object) -> int:

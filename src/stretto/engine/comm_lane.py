@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from stretto.engine import misuse
-from stretto.engine.replica import Performer, Replica
+from stretto.engine.replica import NEED_ROUND, Performer, Replica
 from stretto.engine.round import Round
 from stretto.engine.runtime import Pending
 from stretto.errors import ConfigError
@@ -152,6 +152,8 @@ class CommLane:
                     f"{self.progress.step + 1}: expected an effect of its first updates, from which the job "
                     "planned its buffers"
                 )
+            if round is None and isinstance(effect, NEED_ROUND):
+                raise TypeError(f"a strategy asked for {effect!r} before its update's first gradient")
             try:
                 answer = self._performers[type(effect)](effect, round)
             except Exception as error:

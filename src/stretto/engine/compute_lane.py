@@ -81,7 +81,7 @@ class RoundState:
         self.asks = self.asked = Asks.NOTHING
         """What this rank asks in its rounds, and what ranks have asked together in those of the last update."""
         self.num_changes = 0
-        """How often the stage has changed: what ranks have agreed on stays as it is until the next change."""
+        """How many rounds were closed and installed: in between, nothing that ranks have agreed on changes."""
         self._is_stopped = False
         """Whether some rank has asked all to end for good."""
         self.stage = Stage.ACCUMULATING
@@ -106,7 +106,7 @@ class RoundState:
                 f"{BEFORE[stage].value}; the library's own calls came in another order: please report it"
             )
         self.stage = stage
-        self.num_changes += 1
+        self.num_changes += stage in (Stage.READY, Stage.ACCUMULATING)
         if stage is Stage.IN_FLIGHT:
             self.place = 0 if self.place == self._last else self.place + 1
 
@@ -418,7 +418,9 @@ class ComputeLane:
 
     def end_round(self) -> Update | None:
         """Let guards inspect the accumulating round a last time, install the round before, and close it unchanged."""
-        self.check_untouched()
+        # Before the installation, which takes the present versions for its own.
+        self.accumulation.check_untouched(self.where)
+        self.model.check_unwritten(self.where)
         self.model.check_complete(self.where)
         for listener in self.model.listeners:
             self._incidents += listener.round_ends()

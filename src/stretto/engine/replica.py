@@ -31,7 +31,17 @@ from stretto.exchange import FP32, Exchange, PlainWire, Publication
 from stretto.exchange.transfer import Prepare, Transfers
 from stretto.flat import Slices
 from stretto.optimizer import ReducedGradient, ShardedOptimizer, squared_norm
-from stretto.strategies.contract import ACCUMULATIONS, Begin, Boundary, Effect, Gather, Preview, Step
+from stretto.strategies.contract import (
+    ACCUMULATIONS,
+    Begin,
+    Boundary,
+    Effect,
+    Gather,
+    Land,
+    Launch,
+    Preview,
+    Step,
+)
 
 _log = logging.getLogger("stretto")
 
@@ -39,8 +49,11 @@ CLIP_EPSILON = 1e-6
 """Added to the norm before dividing, as in `torch.nn.utils.clip_grad_norm_`."""
 
 
-Performer: TypeAlias = Callable[[Any, Round | None], Any]
-"""Performs an effect; without a round, it comes before the next gradients and may run while they accumulate."""
+Performer: TypeAlias = Callable[[Any, Any], Any]
+"""Performs an effect of a `Round`; without one (None), it comes before the next gradients and may run while they
+accumulate."""
+NEED_ROUND = (*ACCUMULATIONS, Step, Preview, Gather, Boundary, Launch, Land)
+"""Effects that cannot come before the first gradient of an update."""
 
 
 class Replica:
@@ -135,9 +148,8 @@ class Replica:
         """Rank and step, for messages."""
         return f"rank {self.rank}, after step {self.progress.step}"
 
-    def take_gradient(self, effect: Effect, round: Round | None) -> ReducedGradient:
+    def take_gradient(self, effect: Effect, round: Round) -> ReducedGradient:
         """Reduce the gradients of the round, unless a checkpoint has had them reduced already."""
-        round = round_of(effect, round)
         if not round.is_reduced:
             self.reduce(round)
         progress = self.progress
@@ -244,17 +256,15 @@ class Replica:
             ranks,
         )
 
-    def step(self, effect: Step, round: Round | None) -> None:
+    def step(self, effect: Step, round: Round) -> None:
         """Commit one optimizer step if the gradient has any weight, and publish the masters."""
-        gradient = _reduced(effect.gradient)
-        gradient.merge()
+        gradient, norm, clip = self._merged(effect.gradient)
         if gradient.weight > 0:
-            norm, clip = self._clip(gradient)
             self.sharded.step(gradient, self.progress.hyperparameters, clip)
             if self.runtime.virtual_time is not None:
                 self.runtime.virtual_time.charge("step", self.sharded.numel)
             self.progress.stepped, self.progress.gradient_norm = True, norm
-        self.show_masters(round_of(effect, round))
+        self.show_masters(round)
 
     def show_masters(self, round: Round) -> None:
         """Have models show the masters, of which this rank publishes its own where it does not hold all."""
@@ -262,31 +272,27 @@ class Replica:
         if self._whole_masters is None:
             self.sharded.publish(round.buffer.flats)
 
-    def preview(self, effect: Preview, round: Round | None) -> None:
+    def preview(self, effect: Preview, round: Round) -> None:
         """Publish the parameters that one more step would give."""
-        gradient = _reduced(effect.gradient)
-        gradient.merge()
-        round = round_of(effect, round)
+        gradient, _, clip = self._merged(effect.gradient)
         if gradient.weight == 0:
             self.show_masters(round)
             return
-        _, clip = self._clip(gradient)
         self.sharded.preview(gradient, self.progress.hyperparameters, clip, round.buffer.flats)
         if self.runtime.virtual_time is not None:
             self.runtime.virtual_time.charge("preview", self.sharded.numel)
         round.values, round.shown = None, "estimate"
 
-    def gather(self, effect: Gather, round: Round | None) -> None:
+    def gather(self, effect: Gather, round: Round) -> None:
         """Replace every rank's buffer by the published shards of all ranks."""
-        round = round_of(effect, round)
         if self._draws:  # also here: the sums of this round may come from a checkpoint
             self.exchange.begin_round(self.progress.round_index)
         if round.values is None:
             self._publish(round.buffer.flats)
 
-    def end_update(self, effect: Boundary, round: Round | None) -> None:
+    def end_update(self, effect: Boundary, round: Round) -> None:
         """Mark the end of an update, and keep its sums for the next one."""
-        round_of(effect, round).ends_update = True
+        round.ends_update = True
         self._spare_sums += self._lent_sums
         self._lent_sums = []
 
@@ -308,11 +314,18 @@ class Replica:
             )
         return found is not None
 
-    def _clip(self, gradient: ReducedGradient) -> tuple[float, float]:
-        """Return the 2-norm of the mean gradient, and the factor that scales it down to the limit.
+    def _merged(self, gradient: object) -> tuple[ReducedGradient, float, float]:
+        """Return a strategy's gradient as one sum, the 2-norm of its mean, and the factor that clips that to the limit.
 
         The norm of a sum of two reductions is computed over ranks here.
         """
+        if not isinstance(gradient, ReducedGradient):
+            raise TypeError(
+                f"a strategy must pass on the gradient that it received, not {type(gradient).__name__}"
+            )
+        gradient.merge()
+        if gradient.weight == 0:
+            return gradient, math.nan, 1.0
         norm_squared = gradient.norm_squared
         if norm_squared is None:
             own = squared_norm(gradient.sums)
@@ -325,7 +338,7 @@ class Replica:
                 norm_squared = sum(np.frombuffer(b"".join(norms)).tolist())
             gradient.norm_squared = norm_squared  # a preview and a step may share it
         norm, limit = math.sqrt(norm_squared) / gradient.weight, self._options.clip_norm
-        return norm, 1.0 if limit is None else min(1.0, limit / (norm + CLIP_EPSILON))
+        return gradient, norm, 1.0 if limit is None else min(1.0, limit / (norm + CLIP_EPSILON))
 
     # At rest
 
@@ -401,14 +414,6 @@ class Replica:
         """Load a state that `state_dict` returned on the same rank of the same layout."""
 
 
-def _reduced(gradient: object) -> ReducedGradient:
-    if not isinstance(gradient, ReducedGradient):
-        raise TypeError(
-            f"a strategy must pass on the gradient that it received, not {type(gradient).__name__}"
-        )
-    return gradient
-
-
 def are_finite(flats: Sequence[Tensor]) -> Tensor:
     """Return whether all gradients are finite, `()` bool, without waiting for the device."""
     # A sum is not finite where any value is not. One of finite values may overflow: extremes, of which one is not
@@ -418,10 +423,3 @@ def are_finite(flats: Sequence[Tensor]) -> Tensor:
         if flat.device.type != "cpu" or not flat.sum().isfinite():
             extremes += [extreme.to(flats[0].device, torch.float64) for extreme in flat.aminmax()]
     return torch.stack(extremes).isfinite().all() if extremes else torch.tensor(True)
-
-
-def round_of(effect: object, round: Round | None) -> Round:
-    """Return the round that `effect` belongs to, for effects that cannot come before one."""
-    if round is None:
-        raise TypeError(f"a strategy asked for {effect!r} before its update's first gradient")
-    return round

@@ -146,13 +146,6 @@ class Pass:
             self.ahead = ahead
         return self.is_exhausted
 
-    def hand_out(self) -> bool:
-        """Count a batch; return whether it is the last one by the loader's length."""
-        self.num_fed += 1
-        self.num_out += 1
-        self.position += 1
-        return self.position == self.length
-
     def end(self) -> None:
         """Note that all ranks have agreed on its end because of the data."""
         self.has_ended = True
@@ -237,7 +230,9 @@ class Feed:
                 with compute.lifetime.running():
                     if not num_out:
                         self._install_up_to(self._last_update)
-                    is_over = self._is_over(current.until) or self._are_enough(current, num_out)
+                    is_over = self._is_over(current.until) or (
+                        num_out > 0 and self._are_enough(current, num_out)
+                    )
                 self._num_changes = compute.rounds.num_changes
             batch = NOTHING if is_over else self._next(current)
             if batch is NOTHING:
@@ -251,7 +246,10 @@ class Feed:
             if current.num_fed and not compute.num_counted:
                 with compute.lifetime.running():  # a loop that calls loss.backward() trains nothing
                     compute.accumulation.check_own(compute.where)
-            if current.hand_out():
+            current.num_fed += 1
+            current.num_out += 1
+            current.position += 1
+            if current.position == current.length:  # by its length, which may be wrong, this is the last
                 batch = self._look_ahead(current, batch)
             if not num_out:
                 current.samples.clear()
@@ -270,33 +268,33 @@ class Feed:
             self.input.uses.append(use)
         return batch
 
-    def count(self, weight: float, loss: Tensor | None, samples: int | None) -> Update | None:
-        """Count a micro-batch with its gradients, and return the update that it completes, if any.
+    def count(
+        self, weight: float, loss: Tensor | None, samples: int | None, *, lacks: bool = False
+    ) -> Update | None:
+        """Count a micro-batch; return the update that it completes, if any, once it is reported.
 
-        If `samples` is None, the size of the returned batch counts.
+        Args:
+            weight: Of the micro-batch.
+            loss: Its mean loss, if it is known.
+            samples: None for the size of the batch that was given out.
+            lacks: Whether it may have no gradient.
+
+        Raises:
+            OutOfTurn: The micro-batch belongs to a pass that is over.
         """
-        self.check_fed()
-        if samples is None:
-            samples = self._pass.samples[0] if self._pass is not None and self._pass.samples else 1
-        fresh = samples if self.input.echo is None else self.input.note(loss, weight, samples)
-        return self.counted(self._compute.count(weight, loss, samples, fresh))
-
-    def check_fed(self) -> None:
-        """Raise if a micro-batch belongs to no pass, or to a pass that is over."""
-        current, quota = self._pass, self._compute.quota
+        compute, current = self._compute, self._pass
         self._is_unfed = not self._is_feeding
         if self._is_unfed:
-            check_unfed(sum(quota.minima) if quota.is_fixed else None, self._compute.where)
-        if current is None:
-            return
-        if self._num_late is not None:
+            check_unfed(sum(compute.quota.minima) if compute.quota.is_fixed else None, compute.where)
+        if current is not None and self._num_late is not None:
             self._end_data_with_last(current)
-        elif current.is_behind:
-            raise passes.counted_behind(self._compute.where, current.num_out)
-
-    def counted(self, update: Update | None) -> Update | None:
-        """Report the update that a counted micro-batch has completed, if any; return it."""
-        current = self._pass
+        elif current is not None and current.is_behind:
+            raise passes.counted_behind(compute.where, current.num_out)
+        if samples is None:
+            samples = current.samples[0] if current is not None and current.samples else 1
+        # Only an `EchoLoader` gives a batch twice.
+        fresh = samples if self.input.echo is None else self.input.note(loss, weight, samples)
+        update = compute.count(weight, loss, samples, fresh, lacks)
         if current is not None and len(current.samples) > 1 and current.per_batch == 1:
             current.samples.popleft()
         update = None if update is None else self._tell(update)
@@ -340,8 +338,8 @@ class Feed:
         return updates
 
     def _are_enough(self, current: Pass, num_out: int) -> bool:
-        """Return whether the uncounted batches complete the last update."""
-        if not num_out or self._last_update is None:
+        """Return whether the batches that are out complete the last update."""
+        if self._last_update is None:
             return False
         if not self._compute.quota.is_fixed:
             raise passes.ahead_of_clock(self._compute.where)
@@ -350,12 +348,10 @@ class Feed:
             raise passes.ahead_of_end(self._compute.where, num_out, num_lacking)
         return num_lacking <= num_out * current.per_batch
 
-    def _has_enough(self) -> bool:
-        return self._last_update is not None and self._compute.rounds.steps >= self._last_update
-
     def _is_over(self, until: Until) -> bool:
         """Return whether all ranks have agreed to end; the same on every rank at the same round."""
-        return self._has_enough() or self._compute.rounds.is_pass_over(until)
+        rounds, last = self._compute.rounds, self._last_update
+        return (last is not None and rounds.steps >= last) or rounds.is_pass_over(until)
 
     def _install_up_to(self, last: int | None) -> None:
         """Complete rounds instead of accumulating once the update `last` is in flight: later gradients would be
@@ -495,9 +491,10 @@ class Feed:
     def _is_finished(self) -> bool:
         """Return whether every update has ended and no rank has data left; the same on all ranks."""
         agreed = self._compute.rounds.have_all_left()
-        agreement = self._job.replica.sync
+        agreement, last = self._job.replica.sync, self._last_update
         # Ranks that step alone come to the last update at different times, and meet at an average behind it.
-        has_enough = self._has_enough() and (agreement.is_synced or not agreement.steps_alone)
+        has_met = agreement.is_synced or not agreement.steps_alone
+        has_enough = last is not None and self._compute.rounds.steps >= last and has_met
         return (agreed or has_enough) and self._compute.is_between_updates
 
     # At rest

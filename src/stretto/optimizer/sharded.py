@@ -201,7 +201,8 @@ class ShardedOptimizer:
     def step(self, gradient: ReducedGradient, hyperparameters: Hyperparameters, clip: float) -> None:
         """Commit one optimizer step with the mean of `gradient` times `clip`; all segments at once."""
         gradient.become_mean(clip)
-        self._isolate_unused(gradient.used)
+        if 0 in gradient.used:
+            self._isolate_unused(gradient.used)
         self._turn(hyperparameters)
         for segment in self.segments:
             segment.master.grad = gradient.part(segment)
@@ -223,7 +224,8 @@ class ShardedOptimizer:
         The optimizer steps copies, all segments of a block at once, so that nothing has to be undone. No trace remains,
         even if the step creates state for the first time or raises.
         """
-        self._isolate_unused(gradient.used)
+        if 0 in gradient.used:
+            self._isolate_unused(gradient.used)
         self._turn(hyperparameters)
         for index, segments in groupby(self.segments, key=attrgetter("block")):  # in others all is padding
             block = self.owned.blocks[index]
@@ -239,14 +241,11 @@ class ShardedOptimizer:
         """Work with `segments`, which hold the same masters, cut in another way."""
         self.segments = segments
 
-    def publish(self, flats: Sequence[Tensor]) -> None:
-        """Write the masters into this rank's slices of `flats`, one tensor per flat set."""
-        self.place(self.masters, flats)
-
-    def place(self, values: Slices, flats: Sequence[Tensor]) -> None:
-        """Write values of this rank's slices into their places in `flats`, one tensor per flat set."""
+    def publish(self, flats: Sequence[Tensor], values: Slices | None = None) -> None:
+        """Write the masters, or other values, into this rank's slices of `flats`, one tensor per flat set."""
+        source = self.masters if values is None else values
         for block in self.owned.blocks:
-            _within(flats, block).copy_(inside(values, block).view(block.count, block.length))
+            _within(flats, block).copy_(inside(source, block).view(block.count, block.length))
 
     def values(self, tensors: Sequence[Tensor], piece: Piece) -> Tensor:
         """Return the part of per-bucket `tensors` (masters or sums) that holds `piece`."""
@@ -325,8 +324,6 @@ class ShardedOptimizer:
 
     def _isolate_unused(self, used: bytes) -> None:
         """Cut segments in which some parameters were used and some were not."""
-        if 0 not in used:
-            return
         for segment in list(self.segments):
             states = {bool(used[piece.slot.index]) for piece in segment.pieces}
             if len(states) == 2:

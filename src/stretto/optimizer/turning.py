@@ -101,19 +101,9 @@ class Schedule:
                 f"{_text(self._turned_to)}: expected no other call of scheduler.step(); remove the call, or "
                 "omit scheduler= in DataParallel"
             )
-        for _ in range(times):
-            self._step(where)
-        self._turned_to = after = _positions(self._scheduler)
-        for old, new in zip(before, after, strict=False):
-            if isinstance(old, int) and isinstance(new, int) and new > old + times:
-                raise UsageError(
-                    f"{where}: {times} step() of the scheduler moved it from {old} to {new}: expected one "
-                    "step; if this scheduler wraps another scheduler, pass the wrapped scheduler"
-                )
-
-    def _step(self, where: object) -> None:
         try:
-            self._scheduler.step()
+            for _ in range(times):
+                self._scheduler.step()
         except ValueError as error:
             raise UsageError(
                 f"{where}: scheduler.step() raised {str(error)!r}: expected a schedule as long as the run, "
@@ -125,6 +115,13 @@ class Schedule:
                 f"{where}: scheduler.step() raised {type(error).__name__} ({error}): expected a schedule that steps "
                 "without arguments and reads no optimizer state; omit scheduler=, and step it in on_update"
             ) from error
+        self._turned_to = after = _positions(self._scheduler)
+        for old, new in zip(before, after, strict=False):
+            if isinstance(old, int) and isinstance(new, int) and new > old + times:
+                raise UsageError(
+                    f"{where}: {times} step() of the scheduler moved it from {old} to {new}: expected one "
+                    "step; if this scheduler wraps another scheduler, pass the wrapped scheduler"
+                )
 
 
 def _positions(scheduler: Any, depth: int = 0) -> tuple[Any, ...]:
