@@ -108,7 +108,7 @@ class EarlyAccumulation(Accumulation):
             if (virtual_time := self._replica.runtime.virtual_time) is not None:
                 virtual_time.pass_backward(self._numel_come / self._numel)
         if self.early_reduction is not None:
-            self.early_reduction.go_on(self._views)
+            self.early_reduction.advance(self._views)
 
     def _views(self, bucket: int) -> list[Tensor] | None:
         if self._missing[bucket]:

@@ -62,7 +62,7 @@ class EarlyReduction:
         """Whether a gradient has changed after it was sent, so that ranks have summed something else."""
         return self._is_invalidated or any(view._version != version for view, version in self._left)
 
-    def go_on(self, come: Callable[[int], Sequence[Tensor] | None]) -> None:
+    def advance(self, come: Callable[[int], Sequence[Tensor] | None]) -> None:
         """Continue while nothing has to be waited for.
 
         Args:

@@ -3,6 +3,7 @@
 Sums are computed twice, and buckets with a damaged row are sent again, before anything is used.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -12,9 +13,8 @@ import torch
 from torch import Tensor
 
 from stretto.checksums import Digest, Digests, hexadecimal, on_host, same_bytes
-from stretto.errors import TransferCorrupt
+from stretto.errors import CorruptionError, TransferCorrupt
 from stretto.exchange.exchange import Exchange
-from stretto.exchange.given_up import given_up
 from stretto.exchange.missing import Missing, missing_anywhere
 from stretto.exchange.rows import (
     SEAL_BYTES,
@@ -179,7 +179,23 @@ class VerifiedExchange(Exchange):
                 self._doubted.clear()
                 return
             if repeats == REPEATS:
-                raise given_up(self.rank, site, missing, REPEATS, self.numbers)
+                numbers, where = self.numbers, f"rank {self.numbers[self.rank]}: "
+                lost = [
+                    dataclasses.replace(one, receiver=numbers[one.receiver], sender=numbers[one.sender])
+                    for one in missing
+                ]
+                what = "; ".join(map(str, lost))
+                if wrong := sorted({one.receiver for one in lost if one.is_sum}):
+                    raise CorruptionError(
+                        f"{where}sums are still wrong after {REPEATS} repeats: expected the same bits from the same "
+                        f"contributions, in {what}; remove the device of ranks {wrong} from the job",
+                        ranks=wrong,
+                    )
+                raise TransferCorrupt(
+                    f"{where}{site} still damaged after {REPEATS} repeats: expected the values that the sender had "
+                    f"sealed, found others in {what}; remove that rank or that link from the job",
+                    links=sorted({(one.sender, one.receiver) for one in lost}),
+                )
             self._begin_attempt()
             for index in sorted({lost.index for lost in missing}):
                 super().perform([partial(transfer, index)])  # one at a time: any two may share scratch memory

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
 
-from stretto.exchange.onward import passing_on
+from stretto.exchange.relay import relay
 from stretto.exchange.transfer import Started
 from stretto.groups import host_group
 from stretto.parallel import DataParallel
@@ -54,7 +54,7 @@ class Copies:
             arrived: Takes what other ranks have given to this one, once all is there.
         """
         self._exchange.count_sent(len(content))
-        self._works, self._arriving = passing_on(self._group, content, lengths, to)
+        self._works, self._arriving = relay(self._group, content, lengths, to)
         self._arrived = arrived
         self._step()
 

@@ -1,4 +1,4 @@
-"""Bytes that every rank passes on to another: copies of what it holds."""
+"""A relay: every rank sends its bytes to another rank, which so holds a copy of them."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,7 +14,7 @@ _PARTS = 32
 """At most. Four are sent at a time, so all have gone after about eight looks."""
 
 
-def passing_on(
+def relay(
     group: dist.ProcessGroup, content: bytes | memoryview, lengths: Sequence[int], to: Sequence[int]
 ) -> tuple[Iterator[Started], dict[int, memoryview]]:
     """Send bytes to another rank, and take those of all that send theirs to this one; all ranks must call.
