@@ -128,6 +128,7 @@ class Accumulation:
 
     def restart(self) -> None:
         """Drop the round's gradients; if some have left, all ranks sum the round again."""
+        # Collectives that have begun must end on this rank too, so the sum is kept, and counted as stale.
         early_reduction = self.early_reduction
         self.begin(self.buffer)
         self.early_reduction = early_reduction
@@ -160,6 +161,7 @@ class Accumulation:
         Returns:
             The gradient to add instead, alone in a tuple; None to leave it unchanged.
         """
+        # Autograd's hooks hold this accumulation for the whole job.
         if self.stand_in is not None:
             return self.stand_in.before_gradient(index, gradients)
         (gradient,) = gradients
@@ -169,6 +171,7 @@ class Accumulation:
             self.has_arrived = True
             self.contribution.used[index] = 1
             return None if self._factor == 1.0 else (gradient * self._factor,)
+        # Without the view, PyTorch puts the gradient into a tensor of its own, and the buffer stays as it is.
         if self.parameters[index].grad is self.buffer.views[index]:
             self.parameters[index].grad = None
             self.apart.add(index)
@@ -185,6 +188,7 @@ class Accumulation:
                 (loss if is_narrow or weight == 1.0 else loss * weight).backward()
             finally:
                 self._is_own_backward = False
+            # Adding to `.grad` has raised the versions: from here on another write is somebody else's.
             before = self._versions
             self.remember()
             if 0 in self.contribution.used or not self.has_arrived:
@@ -261,6 +265,7 @@ class Accumulation:
         """
         if list(map(_version, self.buffer.views)) != self._versions:
             raise misuse.gradients_written(where)
+        # Identity, without a loop in Python: this runs for every micro-batch over every parameter.
         gradients = map(_gradient, self.parameters)
         if all(map(operator.is_, gradients, self.gradients)):
             return

@@ -63,6 +63,7 @@ class CommLane:
             round: The round, closed.
             opening: A call of `open` that was spawned before, if one was; its error, if any, is raised here.
         """
+        # It is over on this thread, which runs one after the other; the result raises what it raised.
         if opening is not None:
             opening.result()
         while not isinstance(self._waits_for, ACCUMULATIONS):  # guards may begin something too
@@ -79,11 +80,13 @@ class CommLane:
 
     def _commit(self, last: Round) -> None:
         """Close the update that `last` has ended, and begin the next; it has no record if it did not step."""
+        # The compute lane reads `progress` only once it has waited for this call.
         progress, replica = self.progress, self.replica
         sent_bytes, divergence = replica.exchange.sent_bytes, progress.divergence
         # A rank that steps alone does not ask the others: the step counts, whatever this rank contributed.
         if progress.stepped or not last.met:
             progress.step += 1
+            # A rank alone has put an empty record in the place of a skipped one.
             reports = [one.report for one in progress.rounds if one.alone or not one.skipped]
             rounds = tuple(report.micro_batches for report in reports)
             loss_weight = sum(report.loss_weight for report in reports)
@@ -112,6 +115,7 @@ class CommLane:
             )
             progress.incidents, progress.skipped_rounds = [], 0
         if last.met:
+            # Bytes of 0 and 1, so that one "or" of long integers merges the rounds of all parameters.
             used = [int.from_bytes(one.report.used) for one in progress.rounds]
             last.used = functools.reduce(operator.or_, used).to_bytes(len(last.report.used))
         progress.rounds, progress.gradient_norm, progress.stepped, progress.divergence = (

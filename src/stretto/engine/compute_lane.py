@@ -301,12 +301,14 @@ class ComputeLane:
 
     def before_micro_batch(self) -> None:
         """Submit a ready round; called before every training forward and backward pass."""
+        # Once per micro-batch: the forward pass asks first, and a backward pass without one asks here.
         if not self._is_checked:
             self.model.check_unwritten(self.where)
             if self.model.lacks_values:
                 self.model.check_values(self.where)
             self._is_checked = True
         self.submit_if_ready()
+        # An average ahead of the gradients: the lane works on masters, and the model shows what they were.
         if self.comm.asks_ahead and self._opening is None:
             self._opening = self.runtime.spawn(self.comm.open)
 
@@ -320,6 +322,7 @@ class ComputeLane:
         is_loss = isinstance(loss, Tensor) and loss.is_floating_point() and loss.numel() == 1
         if not (is_loss and loss.requires_grad):
             raise misuse.no_loss(loss, self.where)
+        # Before the checks of gradients: a round that is submitted gives the parameters another buffer for them.
         self.before_micro_batch()
         if self.accumulation.apart:
             self.accumulation.check_own(self.where)
@@ -341,6 +344,7 @@ class ComputeLane:
         self, weight: float, loss: Tensor | None, samples: int, fresh_samples: int, lacks: bool = False
     ) -> Update | None:
         """Count one micro-batch whose gradients have arrived, unless it may lack any; close and install full rounds."""
+        # A micro-batch that the caller has run may come without a forward pass that would have submitted the round.
         self.submit_if_ready()
         if weight > 0 and not (self.accumulation.has_arrived or lacks):
             self.model.check_complete(self.where)
@@ -354,10 +358,13 @@ class ComputeLane:
             listener.micro_batch_counted(weight, samples, fresh_samples)
         if self._keeps_pace:
             self.runtime.keep_pace()  # a clock counts what has been computed, not what has been called for
+        # A rank whose lane is still busy accumulates more rather than wait for it, up to the quota's maximum.
         is_free = self._in_flight is None or self._in_flight.done()
         enough = self.quota.minima if is_free else self.quota.maxima
         if self.accumulation.contribution.count < enough[self.rounds.place]:
             return None
+        # Overlapping: the round before is installed, and this one leaves with the next forward pass, so that the user's
+        # code between both sees parameters at rest.
         update = self.end_round()
         return update if self.overlaps else self.finish_round()
 
@@ -368,6 +375,7 @@ class ComputeLane:
 
     def submit_if_ready(self) -> None:
         """Submit the ready round, if there is one, and begin the next; training continues, or ends."""
+        # After `feed` the committed parameters are shown until training continues, which is now.
         if self.model.saved_view is not None:
             self.model.train_on(self.where)
         ready, self._ready = self._ready, None
@@ -394,15 +402,15 @@ class ComputeLane:
             buffer, self._idle = self._idle, None
             self.accumulation.begin(buffer)
         else:
-            self.accumulation.begin(
-                ready.buffer, attached=False
-            )  # the lane has it until the round is installed
+            # One buffer: the lane has it until the round is installed, and no gradient may be added before.
+            self.accumulation.begin(ready.buffer, attached=False)
 
     def close_round(self) -> Round:
         """Close the accumulating round, unless it is, and return it; it is submitted next."""
         if self._ready is None:
             self.rounds.enter(Stage.READY)
             self._is_checked = False  # the user's code may run before the round is submitted
+            # The snapshot is taken with the gradients, because the next forward pass writes the model's buffers.
             nothing: Carried = ([], None, [], [], [])
             self._ready = Round(
                 self.accumulation.buffer,
@@ -422,6 +430,7 @@ class ComputeLane:
         self.accumulation.check_untouched(self.where)
         self.model.check_unwritten(self.where)
         self.model.check_complete(self.where)
+        # Guards may run the round again, which needs the parameters at which its gradients were taken.
         for listener in self.model.listeners:
             self._incidents += listener.round_ends()
         update = self._install_round() if self.rounds.stage in SUBMITTED else None
@@ -454,6 +463,7 @@ class ComputeLane:
             self._use_is_known = True
             if unused := [slot.name for slot in self.layout.slots if not round.used[slot.index]]:
                 raise misuse.without_gradient(unused, self.where)
+        # A rank that waited for others may have taken over several of their steps at once.
         if steps > before:
             self.model.stepped(self._schedule, steps - before, self.where)
         if round.update is None:
@@ -469,6 +479,7 @@ class ComputeLane:
         """Wait until the round in flight can be installed; return its result, or None without one."""
         if self._in_flight is not None:
             started = self._timer.mark()
+            # Set before the wait: an error that comes out of it leaves masters that belong to no update.
             in_flight, self._in_flight, self._has_failed = self._in_flight, None, True
             self._arrived = in_flight.result()
             self._has_failed = False
@@ -698,7 +709,7 @@ class ComputeLane:
     def aside(self, accumulation: Accumulation) -> Iterator[None]:
         """Accumulate the gradients of the block in another round."""
         own, self.accumulation = self.accumulation, accumulation
-        own.stand_in = accumulation
+        own.stand_in = accumulation  # autograd's hooks hold `own`, and hooks cannot change places
         accumulation.attach()
         try:
             yield

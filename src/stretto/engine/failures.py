@@ -241,6 +241,7 @@ class Lifetime:
         """End the job because of `error`, and inform the other ranks; see `FailureDetector.tell`."""
         if self.ended_because is None:
             self.ended_because = f"{type(error).__name__}: {error}"
+            # The reason first, then the end of the groups: whoever waits looks for a reason when its wait breaks.
             if self.failures.tell(error, is_users=is_users):
                 for group in self.failures.waited_in:
                     group.abort()
@@ -249,6 +250,7 @@ class Lifetime:
 
     def finish(self) -> None:
         """End the job without an error; no collective may be issued before this returns."""
+        # Signs of life end last: ranks that still wait for this one's collectives would otherwise find it silent.
         self.failures.catch_up()
         self._leave(waits=True)
         self.failures.end()

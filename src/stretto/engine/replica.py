@@ -172,6 +172,7 @@ class Replica:
             if not report.stale:
                 break
             self._stop_hiding(report.stale)  # and sum again: all gradients are there now
+        # All ranks hold the same report, so they raise or continue alike, without another message.
         if not report.settings_agree:
             self.refuse_settings(round)
         if self._duplicate_data is not None and not self._duplicate_data.look(report.records, self.where):
@@ -180,6 +181,7 @@ class Replica:
         if self.is_left_out(report, round.gradient.norm_squared or 0.0, NonFinite):
             self.skip(round)
             return
+        # Not after a skipped round: no owner has used what was sent, so the residuals from before are still owed.
         if self.exchange.feedback is not None:
             self.exchange.commit_residuals()
         if any(report.changed):
@@ -197,6 +199,7 @@ class Replica:
         """Leave the gradients of a round out of its update."""
         round.skipped = True
         round.gradient.leave_out()
+        # A strategy may add this gradient to another, and an infinity would stay in the sum.
         for total in round.gradient.sums.flats:
             total.zero_()
 
@@ -233,9 +236,11 @@ class Replica:
         self, buffer: GradientBuffer, contribution: Contribution
     ) -> tuple[Transfers, Slices, Prepare | None]:
         """Return transfers, the sums that they make, and what prepares a bucket."""
+        # Lent until the update ends: a strategy may add a gradient to a later one and step with it then.
         sums = self._spare_sums.pop() if self._spare_sums else self.sharded.new_sums()
         self._lent_sums.append(sums)
         flats, feedback = buffer.flats, self.exchange.feedback
+        # Random rounding is drawn from the round's index, so that a replay and every rank draw the same.
         if self._draws:
             self.exchange.begin_round(self.progress.round_index)
         if feedback is not None:
@@ -293,6 +298,7 @@ class Replica:
     def end_update(self, effect: Boundary, round: Round) -> None:
         """Mark the end of an update, and keep its sums for the next one."""
         round.ends_update = True
+        # No step of a later update uses them: the next rounds may write them.
         self._spare_sums += self._lent_sums
         self._lent_sums = []
 
