@@ -59,13 +59,14 @@ def test_an_exchange_takes_as_long_as_the_slower_of_core_and_link(arm: str) -> N
         update_seconds=1.0,
         ranks=1024,
         micro_batches=4,
-        link=Link(10**8),
+        link=Link(bits_per_second=10**8),
         packs_on_core=True,
     )
     at_link = time_of(work, strategy, wire)
-    rate = 8 * at_link.sent_bytes / at_link.core_seconds if at_link.core_seconds else 10**12
+    rate = 8 * at_link.sent_bytes / at_link.core_seconds if at_link.core_seconds else 10**18
     as_fast, faster = (
-        time_of(dataclasses.replace(work, link=Link(bits)), strategy, wire) for bits in (rate, 10 * rate)
+        time_of(dataclasses.replace(work, link=Link(bits_per_second=bits)), strategy, wire)
+        for bits in (rate, 10 * rate)
     )
     assert faster.seconds == pytest.approx(as_fast.seconds)
     assert (faster.core_seconds > faster.wire_seconds) == (at_link.core_seconds > 0)
