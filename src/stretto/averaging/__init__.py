@@ -1,4 +1,4 @@
-"""Replicas that may differ: how they are averaged, and what ranks agree on meanwhile."""
+"""Replicas that may differ: their averages, and the counts on which ranks agree in between."""
 
 from stretto.averaging.diverging import DivergingReplica
 from stretto.averaging.local import LocalReplica

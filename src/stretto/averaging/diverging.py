@@ -42,12 +42,12 @@ _CONDITION = np.dtype([("digest", "<u8"), ("is_finite", "?"), ("product", "<f8")
 
 
 class DivergingReplica(Replica):
-    """One rank's replica among others that should be the same.
+    """One rank's replica in a job where all replicas should be equal.
 
     Takes the arguments of `Replica`; all ranks own everything.
 
     Args:
-        probe: Coordinates at which ranks are compared at an average; 0 compares nothing.
+        probe: Number of coordinates at which an average compares ranks; 0 compares none.
     """
 
     def __init__(self, exchange: Exchange, sharded: ShardedOptimizer, *, probe: int, **others: Any) -> None:
@@ -55,12 +55,11 @@ class DivergingReplica(Replica):
         self.interval = None
         self._mean = ReplicaMean(exchange, sharded)
         self._are_equal = True
-        """Whether all ranks held the same when `agreed_optimizer` last looked."""
+        """Whether all replicas were equal when `agreed_optimizer` last compared them."""
         self._probe = GradientProbe(sharded, probe) if probe else None
 
     @property
     def performers(self) -> Mapping[type, Performer]:
-        """Performers by effect."""
         return {
             **super().performers,
             Look: self._look,
@@ -84,7 +83,7 @@ class DivergingReplica(Replica):
         return sums, is_stale
 
     def gather_committed(self, flats: list[Tensor], buffer_sync: BufferSync) -> list[Buffer]:
-        """Fill `flats` with the mean of all replicas, which stay as they are."""
+        """Fill `flats` with the mean of all replicas, without changing them."""
         conditions = self._compare(state=False)
         if _alike(conditions):
             self.sharded.publish(flats)
@@ -93,7 +92,7 @@ class DivergingReplica(Replica):
         return buffer_sync.agreed
 
     def agreed_optimizer(self, changed: bytes) -> ShardedOptimizer:
-        """Return the optimizer, or where replicas differ a copy that holds their mean; all ranks must call."""
+        """Return the optimizer, or, if replicas differ, a copy with their mean; all ranks must call it."""
         conditions = self._compare(state=True)
         self._are_equal = _alike(conditions)
         if self._are_equal:
@@ -102,7 +101,7 @@ class DivergingReplica(Replica):
         return self._mean.consensus(share, share)
 
     def begin_again(self) -> None:
-        """Take the present masters, alike on all ranks, for the last average."""
+        """Use the current masters, equal on all ranks, as the last average."""
         self.sync.mark_synced()
         self.interval = None
         if self._probe is not None:
@@ -110,7 +109,7 @@ class DivergingReplica(Replica):
         self._mean.begin_again()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counts, and this rank's replica where replicas differ; it refers to the job's own tensors."""
+        """Return counts, and this rank's replica if replicas differ; the tensors are the job's own."""
         counts = {
             "rounds": self.sync.gap,
             "interval": self.interval,
@@ -119,7 +118,7 @@ class DivergingReplica(Replica):
         return {"counts": counts, **({} if self._are_equal else {"replica": self._mean.state_dict()})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Continue from the result of `state_dict`."""
         if "replica" in state:
             self._mean.load_state_dict(state["replica"])
         if "counts" in state:
@@ -152,7 +151,7 @@ class DivergingReplica(Replica):
 
         Raises:
             NonFinite: No replica is finite.
-            StateCorrupt: The average is not finite, although all that went into it is.
+            StateCorrupt: The average is not finite, although all its inputs are.
         """
         progress = self.progress
         where = f"rank {self.exchange.rank}, step {progress.step + progress.stepped}"
@@ -189,11 +188,11 @@ class DivergingReplica(Replica):
 
     @functools.cached_property
     def _scratch(self) -> list[Tensor]:
-        """For averages during the gradients of an update, whose buffer is filling."""
+        """Scratch memory for averages that overlap an update's gradients, whose buffer is in use."""
         return GradientBuffer(self.sharded.layout).flats
 
     def _compare(self, *, state: bool, product: float = 0.0) -> NDArray[np.void]:
-        """Return the condition of all ranks' replicas, a record each."""
+        """Return the condition of all ranks' replicas, one record each."""
         values = list(self._values(state=state))
         own = np.zeros(1, _CONDITION)
         own["digest"] = digest_of_all(values)

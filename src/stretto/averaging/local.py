@@ -53,31 +53,31 @@ from stretto.strategies.contract import Land, Launch, Look, Moment
 
 @dataclasses.dataclass(slots=True)
 class FragmentTransfer:
-    """The results of one departure."""
+    """The results of one launch."""
 
     fragment: int
     has_left: bool
-    """Whether a mean was taken: not if no rank has contributed since the fragment's last departure."""
+    """Whether a mean was computed: not if no rank has contributed since the fragment was last sent."""
     is_end: bool
-    """Whether no rank had a departure to make."""
+    """Whether no rank had a launch to make."""
     round_index: int
-    """The round in which it left."""
+    """The round of the launch."""
     report: RoundReport
-    """Of all rounds from the departure before to this one."""
+    """The report of all rounds from the previous launch to this one."""
     snapshot: list[Buffer]
-    """The model's buffers on this rank at the departure, with the arrivals of that round."""
+    """The model's buffers on this rank at the launch, including the arrivals of that round."""
     averages: dict[int, Buffer]
     """Their averages over ranks, by index."""
 
 
 class LocalReplica(Replica):
-    """One rank's replica among others that step with their own gradients.
+    """One rank's replica in a job whose ranks step with their own gradients.
 
     Takes the arguments of `Replica`.
 
     Args:
-        worker: The ranks that step this replica alike.
-        fragments: The number of fragments of the parameters for outer steps; 0 takes none, and all are averaged
+        worker: The ranks that step this replica together.
+        fragments: Number of fragments of the parameters for outer steps; 0 means that all parameters are averaged
             together.
     """
 
@@ -115,22 +115,22 @@ class LocalReplica(Replica):
         self._weights = Weights(exchange.rank, exchange.world_size, len(self.fragments), len(sharded.masters))
         self._own_sums: Slices | None = None
         self._totals, self._used = Totals(), bytes(len(sharded.layout.slots))
-        """What it has contributed since a fragment was sent last; one byte per parameter slot: used since then?"""
+        """Totals of its contributions since a fragment was last sent; and one byte per parameter slot: used since
+        then?"""
         self._changed = b""
-        """How the model's buffers differed from what ranks had agreed on in the last round."""
+        """Differences between the model's buffers and the agreed values in the last round."""
         self._vote = Vote.GO_ON
-        """Of this rank, or of a node of shards, in that round."""
+        """The vote of this rank, or of its node of shards, in that round."""
         self._asks = Asks.NOTHING
         self._is_without_data = False
-        """Whether the data of this rank's worker had ended when gradients came last."""
+        """Whether the data of this rank's worker had ended at its last gradients."""
 
     @property
     def performers(self) -> Mapping[type, Performer]:
-        """Performers by effect."""
         return {**super().performers, Look: self._look, Launch: self._launch, Land: self._land}
 
     def reduce(self, round: Round) -> None:
-        """Take the gradients of this rank's worker, without a message to other workers."""
+        """Use the gradients of this rank's worker, without a message to other workers."""
         exchange, progress = self.exchange, self.progress
         finite = are_finite(round.buffer.flats)  # before others' gradients are added
         flats = round.buffer.flats
@@ -178,7 +178,7 @@ class LocalReplica(Replica):
         )
 
     def _launch(self, effect: Launch, round: Round) -> bool:
-        """Let a fragment leave; on a rank without data, wait for the others and take over where they are."""
+        """Send a fragment; on a rank without data, wait for the other ranks and continue from their position."""
         buffers, changed = self._buffers(round)
         own = RankReport(
             totals=self._totals,
@@ -206,7 +206,7 @@ class LocalReplica(Replica):
         return True
 
     def _land(self, effect: Land, round: Round) -> None:
-        """Take over what a fragment has brought, and learn of the other ranks."""
+        """Install an arrived fragment, and read the other ranks' reports."""
         transfer, self._arrived = self._arrive(), None
         fragment = self.fragments[transfer.fragment]
         has_waited = transfer.round_index == self.progress.round_index
@@ -282,7 +282,7 @@ class LocalReplica(Replica):
     # What ranks know of each other
 
     def _arrive(self) -> FragmentTransfer:
-        """Wait for the fragment that is in progress, if one is, and return what the last one has brought."""
+        """Wait for the fragment in flight, if there is one, and return the results of the last launch."""
         if self._under_way is not None:
             pending, self._under_way = self._under_way, None
             self._arrived = pending.result()
@@ -304,7 +304,7 @@ class LocalReplica(Replica):
         self._tell(transfer, round, has_waited=True)
 
     def _catch_up(self, report: RoundReport) -> None:
-        """Take over where the others are, on a rank that came early."""
+        """Continue from the other ranks' position, on a rank that came early."""
         steps = report.records["step"]
         step = int(steps.max())
         # What the others have done is news, and reported; at the very end a step that nobody took is none.
@@ -318,7 +318,7 @@ class LocalReplica(Replica):
         )
 
     def _tell(self, transfer: FragmentTransfer, round: Round, *, has_waited: bool) -> None:
-        """Let the round end with what a departure, of this round or of an earlier one, has made known."""
+        """Complete the round with the results of a launch in this or an earlier round."""
         earlier, ranks = round.report, self._worker.ranks
         report = news(transfer.report, earlier, ranks)
         round.report = with_news(earlier, report, ranks) if round.met else report
@@ -331,7 +331,9 @@ class LocalReplica(Replica):
         ]
 
     def _buffers(self, round: Round) -> tuple[list[Buffer], bytes]:
-        """Return the model's buffers with the arrivals of this round, and a byte each: changed since they met?"""
+        """Return the model's buffers, including this round's arrivals, and a byte each: changed since the last
+        average?
+        """
         averages = round.buffer_means
         landed = moved(round.buffers, round.snapshot, averages, round.first)
         buffers: list[Buffer] = [landed.get(index, value) for index, value in enumerate(round.buffers)]
@@ -343,12 +345,12 @@ class LocalReplica(Replica):
 
     @property
     def name(self) -> str:
-        """Of this rank's own state in a checkpoint."""
+        """Name of this rank's own state in a checkpoint."""
         name = self._worker.name if self.node_group is None else super().name
         return f"{name}-of-{len(self.fragments)}-fragments" if self.has_anchor else name
 
     def anchors(self, *, waits: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield the anchors by name, equal on all ranks: without waiting, only of fragments that are at rest."""
+        """Yield the anchors by name, equal on all ranks; without waiting, only of fragments that are not in flight."""
         if waits:
             self._arrive()
         for index, fragment in self._at_rest():
@@ -356,7 +358,7 @@ class LocalReplica(Replica):
                 yield f"fragment {index}, set {number}", anchor
 
     def outer_state(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield velocity, residuals and losses of fragments that are at rest, each with its kind and its name."""
+        """Yield velocity, residuals and losses of fragments that are not in flight, each with its kind and its name."""
         for index, fragment in self._at_rest():
             kinds = {
                 "velocity": fragment.velocity,
@@ -384,7 +386,7 @@ class LocalReplica(Replica):
         return newest_at_rest(self.exchange, buffer_sync, means, transfer.snapshot, transfer.averages)
 
     def agreed_optimizer(self, changed: bytes) -> ShardedOptimizer:
-        """Return the optimizer, or where replicas differ a copy that holds their mean; all ranks must call."""
+        """Return the optimizer, or, if replicas differ, a copy with their mean; all ranks must call it."""
         self._arrive()
         if self.sync.is_whole:
             return self.sharded
@@ -392,11 +394,13 @@ class LocalReplica(Replica):
         return self._mean.consensus(self._weights.share(report), self._weights.share_of_state(report))
 
     def wait_for_transfers(self) -> None:
-        """Wait until the fragment in flight has arrived; it is installed when it is due."""
+        """Wait until the fragment in flight has arrived; it is installed later, when it is due."""
         self._arrive()
 
     def begin_again(self) -> None:
-        """Take the present masters, alike on all ranks, for an average and for the anchor; nothing is in progress."""
+        """Use the current masters, equal on all ranks, as the last average and as the anchor; no fragment is in
+        flight.
+        """
         self._arrive()
         self._arrived = None
         self._totals, self._used = Totals(), bytes(len(self._used))
@@ -406,7 +410,7 @@ class LocalReplica(Replica):
             fragment.begin_again()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's replica and its part of the outer optimizer, once anything has happened.
+        """Return this rank's replica and its part of the outer optimizer, once it has trained.
 
         It refers to the job's own tensors.
         """
@@ -434,7 +438,7 @@ class LocalReplica(Replica):
         return {"replica": replica}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put a replica instead of this rank's, if the state holds one: other kinds save counts alone."""
+        """Replace this rank's replica, if the state contains one: other kinds of replicas save only counts."""
         if "replica" not in state:
             return
         replica = state["replica"]
@@ -462,14 +466,14 @@ class LocalReplica(Replica):
         self.sync.resume(apart if outer["is_apart"] else SyncState.SYNCED, since["rounds"], states=False)
 
     def _at_rest(self) -> Iterator[tuple[int, Fragment]]:
-        """Yield the fragments of outer steps that are not in progress."""
+        """Yield the fragments of outer steps that are not in flight."""
         for index, fragment in enumerate(self.fragments):
             is_away = self._under_way is not None and index == self._last_left
             if isinstance(fragment, Fragment) and not is_away:
                 yield index, fragment
 
     def _look_around(self, changed: bytes) -> RoundReport:
-        """Gather the reports of a mean that leaves no trace; all ranks must call."""
+        """Gather the reports for a mean that changes no state; all ranks must call it."""
         progress = self.progress
         # Below zero: it must not be taken for the average of a rank that is somewhere else.
         own = dataclasses.replace(
@@ -485,8 +489,8 @@ class SideLaneRuntime(RuntimeOver):
     """A runtime with a second lane, which sends a fragment while the user's thread continues to step.
 
     Args:
-        runtime: Of the job's rounds.
-        side: Performs work there, one piece after the other.
+        runtime: The runtime of the job's rounds.
+        side: Performs work on the second lane, one piece after the other.
     """
 
     def __init__(self, runtime: Runtime, side: Runtime) -> None:

@@ -24,20 +24,20 @@ from stretto.optimizer import ShardedOptimizer, StateKinds, adopt_states, averag
 from stretto.strategies.contract import Launch
 
 Share: TypeAlias = float | Sequence[float]
-"""This rank's part of the weight; where it differs between buckets, one number for each."""
+"""This rank's part of the weight; a list if it differs between buckets."""
 
 
 class ReplicaMean:
-    """Takes means of the masters and optimizer states that all ranks hold; all ranks must call each method alike.
+    """Computes means of the masters and optimizer states that all ranks hold; all ranks must call each method alike.
 
     Args:
-        exchange: Of the job.
-        sharded: This rank's masters, all of them, and its optimizer.
+        exchange: The job's exchange.
+        sharded: This rank's masters, complete, and its optimizer.
     """
 
     def __init__(self, exchange: Exchange, sharded: ShardedOptimizer) -> None:
         self.last: list[Tensor] | None = None
-        """The last mean, one tensor per bucket, equal on all ranks; None where the wire is as wide as the masters."""
+        """The last mean, one tensor per bucket, equal on all ranks; None if the wire is as wide as the masters."""
         self._is_own = True  # the last mean, and not an anchor
         self._exchange = exchange
         self._sharded = sharded
@@ -49,20 +49,20 @@ class ReplicaMean:
             self.last = [master.clone() for master in sharded.masters]
 
     def measure_from(self, anchor: list[Tensor]) -> None:
-        """Use `anchor`, equal on all ranks, for the last mean; it saves the memory of one."""
+        """Use `anchor`, equal on all ranks, as the last mean, which saves the memory of a copy."""
         if self.last is not None:
             self.last, self._is_own = anchor, False
 
     def begin_again(self) -> None:
-        """Take the present masters, alike on all ranks, for the last mean."""
+        """Use the current masters, equal on all ranks, as the last mean."""
         if self.last is not None:
             torch._foreach_copy_(self.last, list(self._sharded.masters))
 
     def unite(self, share: Share, flats: Sequence[Tensor], *, state: bool) -> None:
-        """Replace this rank's replica by the mean of all.
+        """Replace this rank's replica by the mean of all replicas.
 
         Args:
-            share: This rank's part of the weight. Zero: its values are not looked at, so they may be anything.
+            share: This rank's part of the weight. If it is zero, its values are not read, so they may be anything.
             flats: Scratch, one tensor per flat set; left undefined.
             state: Average the optimizer's state too.
         """
@@ -73,18 +73,20 @@ class ReplicaMean:
             self.begin_again()
 
     def show(self, share: Share | None, flats: Sequence[Tensor]) -> None:
-        """Fill `flats` with the mean of all replicas, which stay as they are; a share of None has them equal."""
+        """Fill `flats` with the mean of all replicas, without changing them; a share of None means that they are
+        equal.
+        """
         means = self._sharded.owned.cut([master.clone() for master in self._sharded.masters.flats])
         if share is not None:
             self._average_masters(means, share, flats)
         self._sharded.publish(flats, means)
 
     def consensus(self, share: Share | None, of_state: Share) -> ShardedOptimizer:
-        """Return a copy of the optimizer that holds the mean of all masters and states.
+        """Return a copy of the optimizer with the mean of all masters and states.
 
         Args:
-            share: This rank's part of the weight; None where the masters are equal.
-            of_state: Its part in the mean of the states, which may differ although the masters are equal.
+            share: This rank's part of the weight; None if the masters are equal.
+            of_state: Its part in the mean of the states, which may differ even if the masters are equal.
         """
         sharded = copy.deepcopy(self._sharded, {id(self._layout): self._layout})
         if share is not None:
@@ -93,7 +95,7 @@ class ReplicaMean:
         return sharded
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's replica; it refers to the job's own tensors."""
+        """Return this rank's replica; the tensors are the job's own."""
         states = dict(piece_states(self._sharded))
         return {
             "masters": list(self._sharded.masters),
@@ -123,7 +125,9 @@ class ReplicaMean:
             torch._foreach_add_(masters, self.last)
 
     def _average_state(self, sharded: ShardedOptimizer, share: Share) -> None:
-        """In full width on every wire: a second moment changes by less, per update, than 16 bits resolve."""
+        """Average the state in full width on every wire: a second moment changes less per update than 16 bits
+        resolve.
+        """
         flats = [
             torch.zeros(f.numel, dtype=torch.promote_types(f.dtype, torch.float32), device=f.device)
             for f in self._layout.sets
@@ -150,35 +154,35 @@ class Whole:
     """All parameters as one fragment, which is sent and arrives as the mean of all replicas, without an anchor.
 
     Args:
-        exchange: Of the job.
-        mean: Of the job's replicas.
+        exchange: The job's exchange.
+        mean: The mean of the job's replicas.
     """
 
     def __init__(self, exchange: Exchange, mean: ReplicaMean) -> None:
         self.exchange = exchange
         self._mean = mean
         self.averages_state = False
-        """Whether the optimizer's state was averaged too, when it left last."""
+        """Whether the optimizer's state was averaged too, at the last launch."""
         self._scratch: Sequence[Tensor] = ()
 
     def load(self, launch: Launch, flats: Sequence[Tensor]) -> None:
-        """Use `flats` on the way; nothing is copied, because it arrives in the same update."""
+        """Send `flats` themselves without a copy, because they arrive in the same update."""
         self._scratch, self.averages_state = flats, launch.state
 
     def transfer(self, share: float, launch: Launch) -> None:
-        """Replace this rank's replica by the mean of all; all ranks must call.
+        """Replace this rank's replica by the mean of all replicas; all ranks must call it.
 
         Args:
             share: This rank's part of the weight.
-            launch: Says whether to average the optimizer's state too.
+            launch: Whether to average the optimizer's state too.
         """
         self._mean.unite(share, self._scratch, state=launch.state)
 
     def land(self, mix: float) -> None:
-        """Do nothing: the replica is the mean already."""
+        """Do nothing: the replica already is the mean."""
 
     def begin_again(self) -> None:
-        """Take the present masters, alike on all ranks, for the last mean."""
+        """Use the current masters, equal on all ranks, as the last mean."""
         self._mean.begin_again()
 
     def state_dict(self) -> dict[str, Any]:

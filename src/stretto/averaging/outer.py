@@ -40,9 +40,9 @@ class Fragment:
         rank's residual, and the owner's share of the wire's losses.
 
     Args:
-        exchange: Of the job; no other code uses its group while the fragment is in flight.
-        sharded: The job's masters, all of them on every rank.
-        members: Its buckets.
+        exchange: The job's exchange; no other code uses its group while the fragment is in flight.
+        sharded: The job's masters, complete on every rank.
+        members: Indices of its buckets.
         changed: The format in which the owner's changes are sent.
     """
 
@@ -54,21 +54,22 @@ class Fragment:
         self._layout = _layout_of(sharded, members)
         self.exchange = exchange.over(self._layout)
         self._carried: list[Tensor] = []
-        """The sent values, one tensor per flat set, until the arrival is installed; empty at rest."""
+        """The sent values, one tensor per flat set, until the arrival is installed; empty at other times."""
         self._left: list[Tensor] = []
-        """The masters as they were when it left, where progress since is kept."""
+        """The masters at the launch, if progress since then is kept."""
         self.anchor = self._new()
         """One tensor per flat set, equal on all ranks."""
         self.velocity = self._new_shares()
-        """One tensor per bucket, for the slice that this rank owns."""
+        """One tensor per bucket, for this rank's slice."""
         self.lost = self._new_shares() if isinstance(changed, PackedWire) else []
-        """Likewise: values that must still be added to the anchor."""
+        """One tensor per bucket, for this rank's slice: values that must still be added to the anchor."""
         self._changed = changed.for_averages
         self._formats = [self._changed.values.of(flat.dtype) for flat in self._layout.sets]
         self._runs = list(self._batches())
-        """Members that are sent alike, and whether they are sent narrow, as many at a time as take little memory."""
+        """Groups of members that are sent together, within a limit of memory, and whether each group is sent in
+        fewer bits."""
         self._transfers = 0
-        """Since the job began."""
+        """Number of transfers since the job began."""
         self.begin_again()
 
     @property
@@ -78,11 +79,11 @@ class Fragment:
 
     @property
     def numel(self) -> int:
-        """Elements with padding."""
+        """Number of elements with padding."""
         return self._layout.numel
 
     def begin_again(self) -> None:
-        """Take the present masters, alike on all ranks, for the anchor, and forget the velocity."""
+        """Use the current masters, equal on all ranks, as the anchor, and reset the velocity."""
         self._left = []
         self._carried = []
         if self.members:  # a call over no tensors is refused
@@ -92,10 +93,10 @@ class Fragment:
             self.exchange.feedback.load_state_dicts([])
 
     averages_state = False
-    """An outer step is one of the parameters alone."""
+    """False: an outer step changes only parameters."""
 
     def load(self, launch: Launch, flats: Sequence[Tensor]) -> None:
-        """Copy the values to send: the masters continue to change, and so do `flats`."""
+        """Copy the values to send, because the masters and `flats` continue to change."""
         if launch.keeps_progress:
             self._left = [master.clone() for master in self._masters]
         self._carried = self._new()
@@ -110,11 +111,11 @@ class Fragment:
                 )
 
     def transfer(self, share: float, launch: Launch) -> None:
-        """Take the outer step with the loaded values; all ranks must call, in the same order.
+        """Take the outer step with the loaded values; all ranks must call it, in the same order.
 
         Args:
             share: This rank's part of the weight.
-            launch: Has learning rate and momentum.
+            launch: Learning rate and momentum.
         """
         step = launch.outer
         if step is None:
@@ -151,7 +152,9 @@ class Fragment:
         self._gather(carried)
 
     def land(self, mix: float) -> None:
-        """Mix the anchor, with the kept share of the progress since, into this rank's masters, of which `mix` stays."""
+        """Mix the anchor, plus progress since the launch if it is kept, into this rank's masters, which keep the
+        share `mix`.
+        """
         targets = self.anchor_by_bucket
         if self._left:
             # The anchor, and what has been added since: in the memory of what is dropped here.
@@ -170,7 +173,7 @@ class Fragment:
         self._left = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return count, anchor, velocity and rounding errors; it refers to the fragment's own tensors."""
+        """Return count, anchor, velocity and rounding errors; the tensors are the fragment's own."""
         return {"trips": self._transfers, **self._tensors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -192,7 +195,7 @@ class Fragment:
         }
 
     def _gather(self, carried: Sequence[Tensor]) -> None:
-        """Let all ranks change the anchor as its owners have said, in their slices of `carried`."""
+        """Apply the owners' changes of the anchor on all ranks; each owner's change is in its slice of `carried`."""
         anchors = self.anchor_by_bucket
         if isinstance(self._changed, PackedWire):
 
@@ -211,7 +214,7 @@ class Fragment:
             (torch._foreach_add_ if is_narrow else torch._foreach_copy_)(before, arrived)
 
     def _batches(self) -> Iterator[tuple[bool, list[int]]]:
-        """Yield whether some members are sent narrow, and these, a few at a time to limit memory."""
+        """Yield groups of members, each within a limit of memory, and whether the group is sent in fewer bits."""
         for is_narrow, run in groupby(range(len(self._masters)), key=self._is_narrow):
             batch: list[int] = []
             size = 0
@@ -225,13 +228,12 @@ class Fragment:
                 yield is_narrow, batch
 
     def _is_narrow(self, index: int) -> bool:
-        """Return whether a bucket is sent in fewer bits than its masters have, there or back."""
+        """Return whether a bucket is sent in fewer bits than its masters have, in either direction."""
         dtype = self._masters[index].dtype
         formats = [wire.values.of(dtype) for wire in (self.exchange.wire, self._changed)]
         return any(one.dtype.itemsize < dtype.itemsize for one in formats)
 
     def _own(self, whole: Tensor) -> Tensor:
-        """Return this rank's slice of a bucket."""
         return whole.view(self.exchange.world_size, -1)[self.exchange.rank]
 
     def _new_shares(self) -> list[Tensor]:
@@ -251,7 +253,7 @@ class Fragment:
 
 
 def _layout_of(sharded: ShardedOptimizer, members: Sequence[int]) -> Layout:
-    """Return the layout of masters in some of the buckets: the same slices, side by side."""
+    """Return the layout of some of the buckets: the same slices, side by side."""
     whole = sharded.layout
     places = sorted({0, *(whole.buckets[index].set_index for index in members)})  # an exchange needs a device
     ends = [0] * len(places)

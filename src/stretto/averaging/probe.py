@@ -29,24 +29,23 @@ from torch import Tensor
 from stretto.optimizer import ShardedOptimizer
 
 _SEED = 0
-"""Of the coordinates."""
+"""Seed of the coordinates."""
 _CHUNK, _CHUNK_OF_DEVICES = 2**16, 2**22
-"""Elements that are multiplied at a time in float64: few enough to stay in a processor's cache, and enough to keep a
-device busy."""
+"""Elements that are multiplied at a time in float64: few enough for a CPU's cache, and enough to keep a device busy."""
 UPDATES = 16
-"""How many updates a conclusion is drawn from, at least: the error of the signal is 1/√16 of the error of one update.
-Longer intervals are concluded from alone."""
+"""Fewest updates for a conclusion: the error of the signal is 1/√16 of the error in one update. A longer interval is
+used alone."""
 
 
 @dataclasses.dataclass(slots=True)
 class Conclusion:
-    """Signal and variance over the last updates: those of the last intervals that have `UPDATES` together."""
+    """Signal and variance over the last updates: the last intervals that together have at least `UPDATES`."""
 
     intervals: list[tuple[int, float, float]] = dataclasses.field(default_factory=list)
-    """Updates of an interval, the sum of its signals, and its spread; the oldest first."""
+    """Number of updates, sum of signals, and spread of each interval; the oldest first."""
 
     def add(self, updates: int, signal: float, spread: float) -> None:
-        """Take an interval into account, and forget those that are no longer needed.
+        """Add an interval, and drop intervals that are no longer needed.
 
         Args:
             updates: Its length T.
@@ -61,7 +60,7 @@ class Conclusion:
 
     @property
     def signal(self) -> float:
-        """Squared 2-norm of the mean gradient without its noise, in the mean of updates; 0 before the first interval.
+        """Mean over updates of the squared 2-norm of the mean gradient without its noise; 0 before the first interval.
 
         An estimate, which may be below zero.
         """
@@ -69,7 +68,7 @@ class Conclusion:
 
     @property
     def variance(self) -> float:
-        """Of the noise, per coordinate of the mean gradient; 0 before the first interval."""
+        """Variance of the noise, per coordinate of the mean gradient; 0 before the first interval."""
         return self._mean(2)
 
     def _mean(self, part: int) -> float:
@@ -78,7 +77,7 @@ class Conclusion:
 
 
 def spread_of(received: NDArray[np.floating[Any]]) -> float:
-    """Return the variance over ranks of what they have received, in the mean of coordinates; nan for less than two.
+    """Return the variance over ranks of the received values, averaged over coordinates; NaN for fewer than two ranks.
 
     Args:
         received: y_r of Note [Signal and noise], `(ranks, p)`. Ranks with a value that is not finite are skipped.
@@ -88,30 +87,30 @@ def spread_of(received: NDArray[np.floating[Any]]) -> float:
 
 
 def whole(products: NDArray[np.float64]) -> float:
-    """Return the sum over ranks of <G_r, S + E_r>; one that is not finite counts as the mean of the others."""
+    """Return the sum over ranks of <G_r, S + E_r>; a value that is not finite counts as the mean of the others."""
     sound = products[np.isfinite(products)]
     return float(sound.mean()) * len(products) if len(sound) else float("nan")
 
 
 class GradientProbe:
-    """Looks at the gradients of one rank, in every update, for Note [Signal and noise].
+    """Measures the gradients of one rank in every update, for Note [Signal and noise].
 
-    Costs a pass over the sent and the received gradients, 8 bytes of memory per coordinate of the probe, and no
+    It costs a pass over the sent and the received gradients, 8 bytes of memory per coordinate of the probe, and no
     message.
 
     Args:
-        sharded: This rank's masters: all of them.
-        numel: Coordinates p, drawn once over all parameters, with replacement, the same on all ranks; all of them where
-            a model has no more.
+        sharded: This rank's masters, complete.
+        numel: Number of coordinates p, drawn once over all parameters, with replacement, the same on all ranks; all of
+            them if a model has no more.
     """
 
     def __init__(self, sharded: ShardedOptimizer, numel: int) -> None:
         self._sharded = sharded
         self._places = _drawn(sharded, numel)
         self.numel = sum(places.numel() for _, places in self._places)
-        """Coordinates p."""
+        """Number of coordinates p."""
         self.conclusion = Conclusion()
-        """Equal on all ranks."""
+        """The conclusion, equal on all ranks."""
         self._sent: tuple[Tensor, Tensor, float] | None = None
         self._gradient_norm = torch.zeros(())
         self._begin()
@@ -139,17 +138,19 @@ class GradientProbe:
         return values
 
     def at(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the values at the probe's coordinates of `tensors`, one per bucket; in parts, one per bucket hit."""
+        """Return the values of `tensors`, one per bucket, at the probe's coordinates, in one part for each bucket
+        with coordinates.
+        """
         return [tensors[bucket][places] for bucket, places in self._places]
 
     def sent(self, flats: Sequence[Tensor], sums: Sequence[Tensor], weight: float) -> None:
-        """Look at an exchange that is over; it counts once it is stepped with.
+        """Measure a complete exchange; it counts once the optimizer steps with it.
 
         Args:
             flats: This rank's gradients, one tensor per flat set; without the errors that a wire sends again, which
                 would count as signal.
             sums: What it has received, one tensor per bucket.
-            weight: Of what it has sent.
+            weight: Weight of this rank's gradients.
         """
         product, squares = torch.zeros_like(self._product), torch.zeros_like(self._product)
         buckets = self._sharded.layout.buckets
@@ -165,7 +166,7 @@ class GradientProbe:
         self._sent = product, squares, weight
 
     def stepped(self, sums: Sequence[Tensor], weight: float) -> None:
-        """Count an update that steps with `sums` of this `weight`, which are not divided by it yet."""
+        """Count an update that steps with `sums` of this `weight`; the sums are not divided by it yet."""
         if self._sent is None:  # a checkpoint's exchange
             return
         (product, squares, own_weight), self._sent = self._sent, None
@@ -176,7 +177,7 @@ class GradientProbe:
         self._updates += 1
 
     def conclude(self, products: NDArray[np.float64], received: NDArray[np.float32] | None) -> None:
-        """End an interval, alike on all ranks.
+        """End an interval, with the same arguments on all ranks.
 
         Args:
             products: `product` of all ranks.
@@ -187,12 +188,11 @@ class GradientProbe:
         self._begin()
 
     def begin_again(self) -> None:
-        """Forget everything."""
         self.conclusion = Conclusion()
         self._begin()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank has seen, for a continuation to the bit."""
+        """Return this rank's measurements, for a bit-identical continuation."""
         return {
             "intervals": list(self.conclusion.intervals),
             "updates": self._updates,
@@ -202,7 +202,7 @@ class GradientProbe:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned; a probe of another size begins again."""
+        """Continue from the result of `state_dict`; a probe of another size starts again."""
         if [len(part) for part in state["received"]] != [len(part) for part in self._received]:
             return
         self.conclusion = Conclusion(
@@ -216,7 +216,9 @@ class GradientProbe:
 
 
 def _drawn(sharded: ShardedOptimizer, probe: int) -> list[tuple[int, Tensor]]:
-    """Return, by bucket, the places of `probe` coordinates drawn with replacement; of all, if there are fewer."""
+    """Return, by bucket, the places of `probe` coordinates drawn with replacement; of all coordinates if there are
+    fewer.
+    """
     pieces = sharded.pieces
     numel = sum(piece.numel for piece in pieces)
     ends = torch.tensor([piece.numel for piece in pieces]).cumsum(0)

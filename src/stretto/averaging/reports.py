@@ -1,4 +1,4 @@
-"""Reports of rounds in which ranks step alone, and of all rounds since replicas last met."""
+"""Reports of rounds in which ranks step alone, and of all rounds since the last average."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _LOSSES = ("loss_sum", "loss_weight")
 
 
 def empty_report(num_slots: int, changed: bytes, step: int) -> RankReport:
-    """Return the report of a rank that contributes nothing."""
+    """Return a report without contributions."""
     return RankReport(
         totals=Totals(),
         vote=Vote.GO_ON,
@@ -41,7 +41,7 @@ def completed(report: RankReport) -> RankReport:
 
 
 def alone(own: RankReport, rank: int, world_size: int) -> RoundReport:
-    """Return the report of a round in which only `rank` took part: empty records for the others."""
+    """Return the report of a round with only this `rank`, and empty records for the others."""
     report = RoundReport.unpack([own.pack()[0]], len(own.used), len(own.changed))
     return among(report, rank, world_size)
 
@@ -55,7 +55,7 @@ def among(report: RoundReport, first: int, world_size: int) -> RoundReport:
 
 
 def news(met: RoundReport, last: RoundReport, ranks: Sequence[int]) -> RoundReport:
-    """Return the part of a meeting's report that `ranks`, those of one worker, have not reported before.
+    """Return the part of a gathered report that the `ranks` of one worker have not reported before.
 
     Their records are reduced to their `last` round. The other ranks contribute everything since the last meeting, so
     that every contribution is counted once. Losses cover all ranks since then.

@@ -1,4 +1,4 @@
-"""What each rank has contributed since each fragment left last: its share of every mean."""
+"""The ranks' contributions since each fragment was last sent, which give their shares of every mean."""
 
 from typing import Any
 
@@ -9,32 +9,32 @@ from stretto.engine.report import RoundReport, in_rank_order
 
 
 class Weights:
-    """The account of what all ranks have contributed, the same on all of them.
+    """The contributions of all ranks; equal on all of them.
 
     Args:
-        rank: This one, of `world_size`.
-        world_size: Ranks.
-        fragments: Into how many the parameters are cut; bucket `i` belongs to fragment `i % fragments`.
-        buckets: Of all fragments.
+        rank: This rank, of `world_size`.
+        world_size: Number of ranks.
+        fragments: Number of fragments; bucket `i` belongs to fragment `i % fragments`.
+        buckets: Number of buckets of all fragments.
     """
 
     def __init__(self, rank: int, world_size: int, fragments: int, buckets: int) -> None:
         self._rank = rank
         self._buckets = buckets
         self._since = np.zeros((fragments, world_size))
-        """What each rank has contributed since each fragment left last, up to the last departure of any."""
+        """Each rank's contribution since each fragment was last sent, up to the last launch of any fragment."""
         self._left_with = np.zeros_like(self._since)
-        """What each rank had contributed when each fragment left last, or when all replicas became their mean."""
+        """Each rank's contribution when each fragment was last sent, or when all replicas became their mean."""
         self._differ = np.zeros(fragments, dtype=bool)
-        """Of each fragment: whether ranks hold their own values: it is in flight, or they kept a part at its arrival.
-        """
+        """By fragment: whether ranks hold different values, because it is in flight or its arrival kept a part of
+        theirs."""
 
     def launch(self, fragment: int, report: RoundReport) -> float | None:
-        """Send a fragment; return this rank's share of it, or None if no rank has contributed since.
+        """Record a launch; return this rank's share of the mean, or None if no rank has contributed since the last one.
 
         Args:
-            fragment: Which one.
-            report: Of all rounds since the last departure of any.
+            fragment: Index of the fragment.
+            report: The report of all rounds since the last launch of any fragment.
         """
         self._since += report.records["weight"]
         weights = self._since[fragment].copy()
@@ -46,24 +46,24 @@ class Weights:
         return float(weights[self._rank]) / total
 
     def land(self, fragment: int, *, keeps_own: bool) -> None:
-        """A fragment has arrived, and ranks may have kept their own part."""
+        """Record that the fragment has arrived; `keeps_own` says whether ranks kept a part of their values."""
         self._differ[fragment] = keeps_own
 
     def unite(self, report: RoundReport) -> None:
-        """All replicas have become their mean, with what `report` says."""
+        """Record that all replicas have become their mean, after the contributions in `report`."""
         self._left_with = self._contributed(report)
         self._since[:] = self._differ[:] = 0
 
     def begin_again(self) -> None:
-        """All ranks hold the same, and no rank has contributed since."""
+        """Record that all ranks hold equal values, and that no rank has contributed since."""
         for counts in (self._since, self._left_with, self._differ):
             counts[:] = 0
 
     def share(self, report: RoundReport) -> list[float] | None:
-        """Return this rank's share of the mean of all replicas, by bucket; None where they are equal.
+        """Return this rank's share of the mean of all replicas, by bucket; None if they are equal.
 
         Args:
-            report: What each rank has contributed since the last departure.
+            report: Each rank's contributions since the last launch.
         """
         is_idle = ~(self._since + report.records["weight"]).any(axis=1)
         # A fragment that has landed, and to which nobody has contributed, is equal on all ranks: one of them sends it.
@@ -77,7 +77,6 @@ class Weights:
         return self._shares(self._contributed(report))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all counts."""
         return {
             "weights": self._since.tolist(),
             "left_with": self._left_with.tolist(),
@@ -85,17 +84,19 @@ class Weights:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Continue from the result of `state_dict`."""
         self._since[:], self._left_with[:] = state["weights"], state["left_with"]
         self._differ[:] = state["differ"]
 
     def _contributed(self, report: RoundReport) -> NDArray[np.float64]:
-        """Return what each rank has contributed since each fragment left, or where none has, until it left."""
+        """Return each rank's contribution since each fragment was sent, or, if there is none, its earlier
+        contribution.
+        """
         since = self._since + report.records["weight"]
         return np.where(since.any(axis=1, keepdims=True), since, self._left_with)
 
     def _shares(self, weights: NDArray[np.float64]) -> list[float]:
-        """Return this rank's share of each row, by bucket; rank 0 has all of one without weight."""
+        """Return this rank's share of each row, by bucket; rank 0 gets the whole of a row without weight."""
         totals = [in_rank_order(row) for row in weights]
         shares = [
             float(row[self._rank]) / total if total else float(self._rank == 0)

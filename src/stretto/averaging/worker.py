@@ -1,4 +1,4 @@
-"""Workers: the ranks that step one replica together, and what they know of their round.
+"""Workers: the ranks that step one replica together, and the report of their round.
 
 A worker is a rank alone, or all ranks of a node.
 
@@ -7,7 +7,7 @@ Note [Inside a node]
     gather a report of it. All that decides about the step follows from these: sum, weight, norm, which parameters are
     used, whether everything is finite. So they hold the same masters in every round, to the bit.
 
-    The group is the node's own. No node waits for another, and a fragment may be sent on the job's group meanwhile.
+    The node has a separate group. No node waits for another, and a fragment may be sent on the job's group meanwhile.
 """
 
 from collections.abc import Sequence
@@ -27,28 +27,28 @@ from stretto.strategies import Strategy
 from stretto.strategies.ledger import Ledger
 
 WITHOUT_DATA = (Vote.DATA_ENDED, Vote.PASS_LEFT, Vote.FINISHING)
-"""Votes of ranks whose worker averages whenever the others do, once all its ranks vote so: only averages let ranks
-agree on an end."""
+"""Votes of ranks whose worker averages whenever the others do, once all its ranks have such a vote: ranks can agree
+on an end only at an average."""
 
 
 class Worker:
-    """The ranks that step one replica alike.
+    """The ranks that step one replica together.
 
     Args:
-        exchange: Of the job.
-        inside: Among the ranks of the node; None for a rank that steps alone.
+        exchange: The job's exchange.
+        inside: The exchange among the ranks of the node; None for a rank that steps alone.
     """
 
     def __init__(self, exchange: Exchange, inside: Exchange | None) -> None:
         self._exchange, self._inside = exchange, inside
         self.ranks = [exchange.rank]
-        """Of the job, in rising order."""
+        """Ranks of the job, in rising order."""
         if inside is not None and exchange.inside is not None:
             self.ranks = list(exchange.inside.ranks)
 
     @property
     def name(self) -> str:
-        """Of this rank's replica in a checkpoint: only the same rank of the same worker can use it."""
+        """Name of this rank's replica in a checkpoint: only the same rank of the same worker can use it."""
         rank = str(self._exchange.rank)
         return rank if self._inside is None else f"{rank} of {self.ranks[0]} to {self.ranks[-1]}"
 
@@ -58,10 +58,10 @@ class Worker:
             self._inside.all_reduce(flats, sums)
 
     def look_at(self, round: Round, own: RankReport, where: str) -> tuple[RoundReport, float, bool]:
-        """Return what the worker's ranks know of a round, the same on all of them, once they have added up.
+        """Return the worker's report of a round after its sum; equal on all its ranks.
 
         Args:
-            round: Of this rank.
+            round: The round of this rank.
             own: Its report.
             where: Rank and step, for messages.
 
@@ -70,7 +70,7 @@ class Worker:
             whether the data of all its ranks have ended.
 
         Raises:
-            WorkerDisagrees: The ranks would step with other settings.
+            WorkerDisagrees: The ranks would step with different settings.
         """
         inside = self._inside
         if inside is None:
@@ -89,10 +89,10 @@ class Worker:
 
 
 def check_worker(strategy: Strategy, ledger: Ledger, options: Options) -> None:
-    """If a worker is a node, check that the ranks of nodes are known, and that its sums need not be verified.
+    """If a worker is a node, check that the nodes are known, and that their sums need no verification.
 
     Raises:
-        ConfigError: Not so.
+        ConfigError: A check fails.
     """
     if ledger.by_node and options.verified:
         raise ConfigError(
@@ -107,11 +107,11 @@ def check_worker(strategy: Strategy, ledger: Ledger, options: Options) -> None:
 
 
 def exchange_inside(exchange: Exchange, failures: FailureDetector) -> Exchange | None:
-    """Return an exchange among the ranks of this node, on its own group; None where it has one rank.
+    """Return an exchange among the ranks of this node, on a separate group; None if the node has one rank.
 
     Args:
-        exchange: Of the job; all ranks of the node must call.
-        failures: Of the job, which hears of what happens on the node.
+        exchange: The job's exchange; all ranks of the node must call it.
+        failures: The job's detector, which is informed of events on the node.
     """
     if exchange.inside is None:
         return None

@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, read at any world size, continued to the bit at the same."""
+"""Checkpoints: written completely or not at all, readable at any world size, bit-identical at the same world size."""
 
 from stretto.checkpoint.background import check, wait
 from stretto.checkpoint.files import complete, latest, newest_first, step_of

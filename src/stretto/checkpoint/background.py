@@ -1,4 +1,4 @@
-"""Saves whose files are written during training.
+"""Saves that write their files during training.
 
 Note [At updates]
     A background thread writes and renames; it never communicates, because collectives of two threads could meet in
@@ -49,7 +49,7 @@ class BackgroundSave(Listener):
         self._begin([])
 
     def round_closed(self) -> None:
-        """Say in this round whether this rank has taken its step."""
+        """Report in this round whether this rank has taken its step."""
         if self._left and self._working.done():
             self._course.asks |= Asks.SAVED
 
@@ -59,7 +59,7 @@ class BackgroundSave(Listener):
             self._end_step()
 
     def ended(self) -> Sequence[Incident]:
-        """Wait for the end of the save, with the job.
+        """Wait for the end of the save at the end of the job.
 
         Raises:
             CheckpointError: It failed.
@@ -69,12 +69,12 @@ class BackgroundSave(Listener):
         return ()
 
     def complete(self) -> None:
-        """Wait for the end of the save; all ranks must call."""
+        """Wait for the end of the save; all ranks must call it."""
         while self._left:
             self._end_step()
 
     def check(self) -> bool:
-        """Return whether it is in progress; raise, once, what it has failed with."""
+        """Return whether it is in progress; raise its error once if it has failed."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -99,10 +99,10 @@ class BackgroundSave(Listener):
 
 
 def wait(parallel: DataParallel) -> None:
-    """Wait for the save in the background, if there is one; all ranks must call, right after an `Update`.
+    """Wait for the save in the background, if there is one; all ranks must call it, right after an `Update`.
 
     Args:
-        parallel: The job that is saved.
+        parallel: The job.
 
     Raises:
         OutOfTurn: An update is in progress.
@@ -119,12 +119,12 @@ def wait(parallel: DataParallel) -> None:
 
 
 def check(parallel: DataParallel) -> bool:
-    """Return whether a save is in progress in the background; does not wait, and does not communicate.
+    """Return whether a save is in progress in the background, without waiting or communicating.
 
     Ranks learn of an end or a failure at the same update, so calls right after that update return alike.
 
     Args:
-        parallel: The job that is saved.
+        parallel: The job.
 
     Raises:
         CheckpointError: The last save failed, and no call has raised its error yet; the job can continue.

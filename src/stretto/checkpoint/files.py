@@ -26,15 +26,16 @@ _LEFTOVER = re.compile(rf"(?:{_WRITING}|{_REMOVING}){_NAME.pattern}".replace("."
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """Return the checkpoint in `directory` that was written last, or None; incomplete ones are passed over.
+    """Return the checkpoint in `directory` that was written last, or None; incomplete checkpoints are skipped.
 
-    Completeness means that every file is there in full length. Damage inside them shows when it is loaded.
+    A checkpoint is complete if every file has its full length. Damage inside files is found by a load.
     """
     return next(complete(directory), None)
 
 
 def find(directory: Path) -> Path:
-    """Return `directory` if it is a checkpoint, otherwise the latest one in it; an incomplete one if there is no other.
+    """Return `directory` if it is a checkpoint, otherwise its latest checkpoint; an incomplete one if there is no
+    other.
 
     Raises:
         CheckpointError: There is none.
@@ -52,7 +53,7 @@ def find(directory: Path) -> Path:
 
 
 def say_doubts(folder: Path) -> None:
-    """Log why other users may write into a folder of checkpoints: a team may want that."""
+    """Log a warning if other users may write into a folder of checkpoints, which a team may want."""
     if (found := doubt(folder)) is not None:
         _log.warning(
             "%s is %s: expected one that user %d alone can write; who can write there chooses the model's values",
@@ -71,7 +72,7 @@ def complete(directory: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def begin(directory: Path, step: int) -> str:
-    """Make a folder to write into, clear away what dead jobs have left, and return the new checkpoint's name."""
+    """Make a folder to write into, remove the remains of dead jobs, and return the new checkpoint's name."""
     make_folder(directory)
     for leftover in directory.iterdir():
         if _LEFTOVER.fullmatch(leftover.name):
@@ -93,7 +94,7 @@ def _remove(leftover: Path) -> None:
 
 
 def writing(directory: Path, name: str) -> Path:
-    """Return where a checkpoint is until it is committed."""
+    """Return the path of a checkpoint until it is committed."""
     return directory / f"{_WRITING}{name}"
 
 
@@ -110,7 +111,7 @@ def abandon(directory: Path, name: str) -> None:
 
 
 def prune(directory: Path, keep: int) -> None:
-    """Remove all complete checkpoints but the last `keep`."""
+    """Remove all complete checkpoints except the last `keep`."""
     for old in list(complete(directory))[keep:]:
         removing = directory / f"{_REMOVING}{old.name}"
         old.rename(removing)  # first, so that no half of it is ever taken for a checkpoint
@@ -132,7 +133,7 @@ def newest_first(directory: str | os.PathLike[str]) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """Return how many updates were committed when a checkpoint was taken, by its name."""
+    """Return the number of committed updates in a checkpoint, from its name."""
     return int(path.name.rpartition("-")[2])
 
 

@@ -35,33 +35,33 @@ from stretto.share import Held, Kinds
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """The results of `load`, besides the state of the job itself."""
+    """The result of `load`, apart from the job's own state."""
 
     step: int
-    """Committed updates behind the checkpoint."""
+    """Number of committed updates in the checkpoint."""
     extra: Any
     """The `extra` of `save`."""
     path: Path | None
-    """The checkpoint's own folder; None where the state was in memory."""
+    """The checkpoint's own folder; None if the state was in memory."""
     loader_states: tuple[Any, ...]
-    """The loader state of every rank that saved one, in rank order: what a loader for another world size needs."""
+    """The loader state of every rank that saved one, in rank order, for loaders at another world size."""
     is_pass_over: bool
-    """Whether the first `feed` is the rest of the pass that was saved, and has no batch: a loop that counts its epochs
-    by `step` would take it for the next one."""
+    """Whether the first `feed` only completes the saved pass and has no batch: a loop that counts its epochs by
+    `step` would otherwise take it for the next epoch."""
     notes: tuple[str, ...]
-    """What could not be continued exactly, and why; empty where the continuation is bit-identical."""
+    """Parts that could not be restored exactly, and why; empty if the continuation is bit-identical."""
 
 
 def hold(parallel: DataParallel, *, loader: Loader | None = None, extra: Any = None) -> Held:
-    """Return a copy of what this rank holds of the job, for `load` in another job; all ranks call, as for `save`.
+    """Return a copy of this rank's part of the job, for `load` in another job; all ranks call it, as for `save`.
 
-    It may be sent to another process, where it takes the place of a checkpoint's files. All that the ranks of a job
-    hold together is the state: where the optimizer is sharded, none of the shares may be missing.
+    It may be sent to another process, where it replaces a checkpoint's files. The parts of all ranks together are the
+    state: if the optimizer is sharded, none may be missing.
 
     Args:
         parallel: The job, which may continue.
-        loader: This rank's, if its position is to be held.
-        extra: Anything; see `Restored`.
+        loader: This rank's loader, if its position is included.
+        extra: Any value; see `Restored`.
 
     Raises:
         OutOfTurn: An update is in progress.
@@ -77,17 +77,17 @@ def hold(parallel: DataParallel, *, loader: Loader | None = None, extra: Any = N
 def continued(
     parallel: DataParallel, begin: Callable[[], DataParallel], *, loader: Loader | None = None
 ) -> DataParallel:
-    """End a job at rest, begin another, and let it continue from the same state; all ranks must call.
+    """End a job between updates, and start another that continues from the same state; all ranks must call it.
 
         parallel = continued(parallel, lambda: DataParallel(model, optimizer, ACCO(), wire="int8"), loader=loader)
 
-    It is what `save`, a new process and `load` do, to the bit, without files. The old job commits nothing more, and
-    its guards start again in the new one; incidents that were not reported yet are in its `late_incidents`.
+    It is bit-identical to `save`, a new process and `load`, without files. The old job commits nothing more, and its
+    guards start again in the new one; incidents that were not reported yet are in its `late_incidents`.
 
     Args:
         parallel: The job that ends, right after an `Update`.
-        begin: Returns the next one, with any settings, over the same model, optimizer and scheduler.
-        loader: This rank's. It stays where it is, and so does an iterator of it that the caller holds.
+        begin: Returns the next job, with any settings, over the same model, optimizer and scheduler.
+        loader: This rank's loader. Its position does not change, nor does an iterator of it that the caller holds.
 
     Raises:
         OutOfTurn: An update is in progress.
@@ -109,14 +109,14 @@ def load(
     loader: Loader | None = None,
     partly: bool = False,
 ) -> Restored:
-    """Replace the job's state by a checkpoint; all ranks must call, before training or after an `Update`.
+    """Replace the job's state by a checkpoint; all ranks must call it, before training or after an `Update`.
 
-    At the saved world size and strategy the run continues to the bit. At another world size parameters, optimizer,
+    At the saved world size and strategy the continuation is bit-identical. At another world size parameters, optimizer,
     carry and prediction are resharded; random states and loader positions belong to one rank each and are not loaded,
     with a note. Under another strategy parameters and optimizer load, and the carry and the prediction, which mean
     nothing there, are dropped with a note. Nothing changes unless all of it can be read.
 
-    Nothing in the checkpoint is run: docs/security.md says what a damaged or hostile one can do.
+    No code in the checkpoint is executed: docs/security.md describes the effects of a damaged or hostile checkpoint.
 
     Args:
         parallel: The job; its optimizer gets the saved hyperparameters too.
@@ -125,13 +125,13 @@ def load(
             ranks have left.
         loader: This rank's. At the same world size `load` restores its position with `load_state_dict`, or, if it has
             none, by reading the pass's earlier batches again.
-        partly: Take what fits a model that has grown or changed: parameters and buffers of the same name, shape and
-            dtype, with their optimizer state. All others keep this job's values, and notes name them.
+        partly: Load the parts that fit a model that has grown or changed: parameters and buffers of the same name,
+            shape and dtype, with their optimizer state. All others keep this job's values, and notes name them.
 
     Raises:
         CheckpointError: There is no checkpoint, or there are shares of different states.
         TornCheckpoint: It is incomplete or damaged; names the file or the entry.
-        ForeignCheckpoint: It is of another model, optimizer or format version; says what differs.
+        ForeignCheckpoint: It belongs to another model, optimizer or format version; the message names the difference.
         OutOfTurn: An update is in progress.
         CommunicationError: A rank died, raised or fell silent.
     """
@@ -182,12 +182,13 @@ def load(
 def _read(
     parallel: DataParallel, saved: Holding, ranks: Ranks, *, moves: bool, partly: bool
 ) -> tuple[Continuation, dict[str, Any], list[str]]:
-    """Return what loads the state, the state, and the entries that keep the job's values; all ranks must call.
+    """Return the object that loads the state, the state, and the entries that keep the job's values; all ranks must
+    call it.
 
     Args:
         parallel: The job.
         saved: The state.
-        ranks: Agree on every refusal.
+        ranks: The ranks, which agree on every error.
         moves: Whether ranks send each other their shares.
         partly: As in `load`.
     """
@@ -219,7 +220,7 @@ def _read(
 
 
 def read(source: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what any program can use of a checkpoint, without a job: whole tensors, as plain PyTorch has them.
+    """Return the content of a checkpoint for any program, without a job: whole tensors, as in plain PyTorch.
 
         state = checkpoint.read("checkpoints")
         model.load_state_dict(state["model"])
@@ -235,7 +236,7 @@ def read(source: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: There is no checkpoint.
         TornCheckpoint: It is incomplete or damaged; names the file or the entry.
-        ForeignCheckpoint: It is of another format version.
+        ForeignCheckpoint: It has another format version.
     """
     path = folder.find(folder_of(source, "source"))
     manifest = Manifest.read(path)
@@ -257,12 +258,12 @@ def export(source: str | os.PathLike[str], directory: str | os.PathLike[str], *,
 
         checkpoint.export("checkpoints", "model", config=model.config)
 
-    No job is needed, and no rank ever holds the model, however it was sharded.
+    It needs no job, and no process holds the whole model, however it was sharded.
 
     Args:
         source: One checkpoint, or a folder of them, of which the latest complete one is taken.
-        directory: Made if need be.
-        config: Of a Hugging Face model, which `from_pretrained` then reads there: `model.config`.
+        directory: The folder; made if it does not exist.
+        config: Configuration of a Hugging Face model, for `from_pretrained`: `model.config`.
 
     Returns:
         The file.
@@ -270,7 +271,7 @@ def export(source: str | os.PathLike[str], directory: str | os.PathLike[str], *,
     Raises:
         CheckpointError: There is no checkpoint.
         TornCheckpoint: It is incomplete or damaged; names the file or the entry.
-        ForeignCheckpoint: It is of another format version.
+        ForeignCheckpoint: It has another format version.
         DiskError: The file cannot be written.
     """
     path, file = (
@@ -305,7 +306,7 @@ def export(source: str | os.PathLike[str], directory: str | os.PathLike[str], *,
 
 
 def _whole(shares: Sequence[Held], name: str, path: Path) -> Any:
-    """Return an entry that shares of a checkpoint hold together."""
+    """Return an entry that the shares of a checkpoint hold together."""
     entry, *others = (share.take(name) for share in shares if name in share.entries)
     if not isinstance(entry, Runs):
         return entry
@@ -382,7 +383,7 @@ def _taken(
 ) -> dict[str, Tensor | None]:
     """Return a module's buffers `held` once tensors of the saved kinds are loaded into them; `held`, if all fit.
 
-    A twin loads them: the module itself stays as it is.
+    A twin loads them; the module itself does not change.
     """
     if type(module)._load_from_state_dict is nn.Module._load_from_state_dict:
         return held
@@ -407,7 +408,7 @@ def _taken(
 
 
 def _twin(module: nn.Module, held: Mapping[str, Tensor | None]) -> nn.Module:
-    """Return a module to load into in the place of `module`, which stays as it is."""
+    """Return a module to load into instead of `module`, which does not change."""
     twin = object.__new__(type(module))
     vars(twin).update(
         vars(module),

@@ -97,7 +97,7 @@ class Accumulation:
     def __init__(self, parameters: Sequence[Tensor], buffer: GradientBuffer) -> None:
         self.parameters = parameters
         self.stand_in: Accumulation | None = None
-        """Receives the gradients in the place of this one, because the job's hooks call this one all the time."""
+        """Receives the gradients instead of this one, because the job's hooks always call this one."""
         self.apart: set[int] = set()
         """Slots whose view was taken away; see Note [Gradients of others]."""
         self._is_own_backward = False

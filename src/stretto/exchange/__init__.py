@@ -19,7 +19,7 @@ def wire_by_name(name: str) -> Wire:
     """Return the wire format of that name.
 
     Raises:
-        UnknownName: No wire format is called so.
+        UnknownName: There is no such wire format.
     """
     if name not in WIRES:
         raise unknown_name("no wire format is called", name, WIRES)

@@ -1,15 +1,15 @@
-"""What packed formats make of blocks, with the same bits on every device."""
+"""Operations of packed formats on blocks, with the same bits on every device."""
 
 import torch
 from torch import Tensor
 
 _SIDE_BY_SIDE = 8
 _LONG = 512
-"""Blocks of a row that cost more than its rotation."""
+"""Number of blocks in a row above which they cost more than the row's rotation."""
 
 
 def upper_half(scales: Tensor) -> Tensor:
-    """Return the bits of bf16 scales, `(n, 1)` of int16, that are stored as float32: a view."""
+    """Return the bits of bf16 scales, `(n, 1)` int16, stored as float32; the result is a view."""
     return scales.view(torch.int16)[:, 1:]
 
 
@@ -35,14 +35,14 @@ def rotations(uniform: Tensor, signs: Tensor, hadamard: Tensor) -> Tensor:
 
 
 def turned_back(levels: Tensor, uniform: Tensor, signs: Tensor, hadamard: Tensor, out: Tensor) -> Tensor:
-    """Return Rᵀ q of rows of blocks in `out`: by R, where rows are long, or by one product with Q and one with H.
+    """Write Rᵀ q of rows of blocks into `out`: with R if rows are long, otherwise with one product by Q and one by H.
 
     Args:
         levels: q, `(n, 64)`; overwritten.
         uniform: Q.
         signs: The diagonals of D, by row.
         hadamard: H.
-        out: As large as `levels`.
+        out: Tensor of the same size as `levels`.
     """
     shape = len(signs), len(levels) // len(signs), len(hadamard)
     # With `out` a user's autocast does not apply.

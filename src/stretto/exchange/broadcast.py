@@ -1,4 +1,4 @@
-"""Tensors that one rank sends to all: where a job begins, and where another rank's copy replaces a damaged one."""
+"""Broadcasts from one rank to all: at the start of a job, and to replace a damaged copy."""
 
 import torch
 from torch import Tensor
@@ -8,15 +8,15 @@ from stretto.exchange.exchange import Exchange, in_flight
 from stretto.exchange.transfer import Transfer
 
 LARGEST_BROADCAST = 2**20
-"""Bytes of a tensor that are sent in one broadcast: a slow link has each of them through in time."""
+"""Bytes of a tensor that one broadcast sends: few enough that each completes in time on a slow link."""
 
 
 def broadcast(exchange: Exchange, tensor: Tensor, source: int, what: str) -> None:
-    """Overwrite `tensor`, of any dtype, shape and strides, with what rank `source` holds; all ranks must call.
+    """Overwrite `tensor`, of any dtype, shape and strides, with rank `source`'s values; all ranks must call it.
 
     Args:
-        exchange: Connects the ranks.
-        tensor: On any device; as large on all ranks.
+        exchange: The exchange of the ranks.
+        tensor: A tensor on any device, of the same size on all ranks.
         source: The rank that sends.
         what: Name of the wait, for messages.
     """

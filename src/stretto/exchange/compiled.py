@@ -1,4 +1,4 @@
-"""Rotated wires on a processor, by a function in C in each direction: what torch's operations do, to the bit.
+"""Rotated wires on a CPU: one C function per direction, bit-identical to PyTorch's operations.
 
 `stretto.exchange.fused` imports this file where a tensor on a host is packed, if there is a C compiler. It compiles for
 the processor it runs on, in a folder that is removed at once: there is nothing to install, to keep, or to be stale.
@@ -30,10 +30,10 @@ _OPTIONS = [
     "-fPIC",
 ]
 _ONE = threading.Lock()
-"""Threads of one process, as virtual ranks are, compile once."""
+"""Lets only one of the process's threads, such as virtual ranks, compile."""
 _BLOCK = 64
 Numbers = Mapping[str, float]
-"""Of a format: `bits`, `steps`, `golden`, `cells_of_norm`; constants in C."""
+"""Constants of a format in C: `bits`, `steps`, `golden`, `cells_of_norm`."""
 
 
 def pack_rotated(

@@ -1,4 +1,4 @@
-"""Error feedback: what packing loses of a contribution is sent with the next one.
+"""Error feedback: the rounding error of a packed contribution is added to the next one.
 
     send q(g_t + e_t),   e_{t+1} = g_t + e_t - q(g_t + e_t)
 
@@ -23,12 +23,12 @@ from stretto.flat import Layout
 
 
 class ErrorFeedback:
-    """One rank's residual of the sums of its job. Memory: 4 bytes per parameter.
+    """One rank's residual for the sums of its job. Memory: 4 bytes per parameter.
 
     Args:
-        layout: Of the contributions.
-        wire: Packs them.
-        packed: If this rank packs something else than its contribution: returns, for the index of a bucket and this
+        layout: Layout of the contributions.
+        wire: The format that packs them.
+        packed: If this rank packs other values than its contribution: returns, for the index of a bucket and this
             rank's contribution to it, the last packed values, and a view of their place in the contribution.
     """
 
@@ -49,7 +49,7 @@ class ErrorFeedback:
             )
             for flat in layout.sets
         ]
-        """One tensor per flat set; where nothing has been sent, and in the padding, zero."""
+        """One tensor per flat set; zero in the padding and where nothing has been sent."""
         self._inside = layout.slots_by_bucket()
         self._sent: list[Tensor] = []
         self._own: Sequence[Tensor] = []
@@ -57,13 +57,13 @@ class ErrorFeedback:
         self._keeps = False
 
     def begin(self, flats: Sequence[Tensor], used: Sequence[int], *, keeps: bool = False) -> list[Tensor]:
-        """Begin a round; return what this rank will send: each bucket is there once `add` was called for it.
+        """Start a round; return the values to send: each bucket is complete once `add` was called for it.
 
         Args:
             flats: The contribution, one tensor per flat set.
-            used: One number per parameter slot; above zero where this rank has used it.
-            keeps: Leave `flats` as they are, for 4 more bytes per parameter; otherwise they are overwritten, where they
-                are wide enough to hold the sum.
+            used: One number per parameter slot; above zero if this rank has used it.
+            keeps: Whether to keep `flats` unchanged, for 4 more bytes per parameter; otherwise they are overwritten if
+                they are wide enough for the sum.
         """
         self._own, self._used, self._keeps = flats, used, keeps
         if not keeps:
@@ -88,7 +88,7 @@ class ErrorFeedback:
 
     @property
     def given(self) -> list[Tensor]:
-        """Copies of the contribution to the round in progress, without errors, by flat set, until it is settled."""
+        """Copies of the contribution in the current round, without errors, by flat set, until the round is settled."""
         given = [sent - residuals for sent, residuals in zip(self._sent, self.residuals, strict=True)]
         for slot in self._layout.slots:
             if not self._used[slot.index]:
@@ -96,7 +96,9 @@ class ErrorFeedback:
         return given
 
     def commit_residuals(self) -> None:
-        """Remember what the last round has lost; called once the round counts, before its buffers are written again."""
+        """Keep the rounding errors of the last round; called once the round counts, before its buffers are written
+        again.
+        """
         for index, bucket in enumerate(self._layout.buckets):
             sent = self._sent[bucket.set_index][bucket.start : bucket.stop]
             values, place = self._packed(index, sent)
@@ -123,9 +125,9 @@ class ErrorFeedback:
         }
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Take over the residuals in `states`, of all ranks that returned them; none if there are none.
+        """Take over the residuals in `states`, from all ranks that returned them; none if there are none.
 
-        Where the number of ranks has changed, each takes over the residuals of several or of none.
+        If the number of ranks has changed, a rank takes over the residuals of several ranks or of none.
         """
         for residuals in self.residuals:
             residuals.zero_()

@@ -1,7 +1,7 @@
-"""Formats that have their own kernels, in addition to torch's operations, which define them.
+"""Formats with kernels in addition to PyTorch's operations, which define the formats.
 
-Those for NVIDIA GPUs are in Triton, which comes with PyTorch for CUDA, and those for processors in C. They are
-imported when a tensor on such a device is packed for the first time. Where they cannot be used, torch's operations do.
+Kernels for NVIDIA GPUs are in Triton, which comes with PyTorch for CUDA; kernels for CPUs are in C. They are imported
+when a tensor on such a device is packed for the first time. Where they cannot be used, torch's operations do.
 """
 
 import functools
@@ -18,7 +18,7 @@ from torch import Tensor
 from stretto.exchange.wire import PackedWire
 
 _TRIED = 1024
-"""Blocks that a kernel and torch's operations pack alike before the kernel is used on a device."""
+"""Number of blocks that a kernel must pack like PyTorch's operations before it is used on a device."""
 
 
 class FusedWire(PackedWire):
@@ -26,12 +26,12 @@ class FusedWire(PackedWire):
 
     block = 64
     arguments: tuple[Any, ...] = ()
-    """Those with which another is made that packs alike."""
+    """Arguments of the constructor for an equal format."""
     modules: ClassVar[Mapping[str, str]] = MappingProxyType({"cuda": "stretto.exchange.kernels"})
-    """Where its kernels are, by the type of device."""
+    """Modules with its kernels, by the type of device."""
 
     def kernels(self, tensor: Tensor) -> "Kernels | None":
-        """Return the kernels for a tensor; None where torch's operations pack it."""
+        """Return the kernels for a tensor; None if PyTorch's operations pack it."""
         if tensor.device.type not in self.modules or not tensor.is_contiguous():
             return None
         module = _usable(type(self), self.arguments, tensor.device)
@@ -39,11 +39,11 @@ class FusedWire(PackedWire):
 
     @abstractmethod
     def launch_pack(self, kernels: Any, values: Tensor, content: Tensor) -> None:
-        """Do what `write` does, by a module of kernels; all tensors are contiguous."""
+        """Do the same as `write`, with a module of kernels; all tensors are contiguous."""
 
     @abstractmethod
     def launch_unpack(self, kernels: Any, content: Tensor) -> Tensor:
-        """Do what `read` does."""
+        """Do the same as `read`."""
 
     def launch_lose(self, kernels: Any, values: Tensor) -> None:
         """Do the same as `lose`; not called without a residual."""
@@ -51,11 +51,11 @@ class FusedWire(PackedWire):
 
 
 class Kernels:
-    """What packs instead of a wire's own methods.
+    """The kernels of a wire, which replace its own methods.
 
     Args:
         wire: The format.
-        module: With its kernels.
+        module: The module with its kernels.
     """
 
     def __init__(self, wire: FusedWire, module: Any) -> None:
@@ -70,13 +70,15 @@ class Kernels:
         return self._wire.launch_unpack(self._module, content)
 
     def lose(self, values: Tensor) -> None:
-        """Replace values by what packing loses of them."""
+        """Replace values by their packing errors."""
         self._wire.launch_lose(self._module, values)
 
 
 @functools.cache
 def _usable(kind: type[FusedWire], arguments: tuple[Any, ...], device: torch.device) -> Any:
-    """Return the module of kernels if there is a compiler, and if those of a format have the right bits here."""
+    """Return the module of kernels if there is a compiler, and if a format's kernels give the right bits on this
+    device.
+    """
     try:
         kernels = importlib.import_module(kind.modules[device.type])
     except ImportError:
@@ -100,7 +102,7 @@ def _usable(kind: type[FusedWire], arguments: tuple[Any, ...], device: torch.dev
 
 
 def has_right_bits(wire: FusedWire, kernels: Any, device: torch.device) -> bool:
-    """Return whether kernels and torch's operations agree about some random blocks."""
+    """Return whether kernels and PyTorch's operations agree on some random blocks."""
     draws = torch.Generator().manual_seed(0)
     sizes = torch.randint(-130, 120, (_TRIED, 1), generator=draws, device="cpu")
     blocks = torch.randn(_TRIED, wire.block, generator=draws, device="cpu").ldexp(sizes).to(device)

@@ -26,7 +26,7 @@ from stretto.exchange.wire import PackedWire, block_scales, short
 
 
 class Int2(IntegerWire):
-    """Sixteen bytes, each with four numbers that are neighbours, as in `Int4`; a bf16 scale."""
+    """Sixteen bytes, each with four neighbouring numbers, as in `Int4`; a bf16 scale."""
 
     name = "int2"
     fits_gradients = False
@@ -36,7 +36,7 @@ class Int2(IntegerWire):
 
     @property
     def for_averages(self) -> PackedWire:
-        """As many bytes, with the other scale; see Note [Two scales]."""
+        """A format of the same size with the other scale; see Note [Two scales]."""
         return AveragedInt2()
 
     def pack(self, blocks: Tensor, packed: Tensor) -> None:
@@ -54,7 +54,7 @@ class Int2(IntegerWire):
 
 
 class AveragedInt2(Int2):
-    """As many bytes, read in the same way, with the scale for averages."""
+    """A format of the same size that is read in the same way, with the scale for averages."""
 
     of_mean = True
 

@@ -13,7 +13,7 @@ from stretto.exchange.wire import block_scales
 
 
 class Int4(IntegerWire):
-    """Thirty-two bytes, each with two integers that are neighbours; a bf16 scale.
+    """Thirty-two bytes, each with two neighbouring integers; a bf16 scale.
 
     Note [Neighbours]
         A pair of bytes is one int16. So every operation takes a whole tensor, and not a part of each block, which

@@ -1,4 +1,4 @@
-"""Formats of 64 integers that share a scale: what kernels have to know of them."""
+"""Formats of 64 integers that share a scale: the constants for kernels."""
 
 from typing import Any, ClassVar
 
@@ -18,15 +18,15 @@ class IntegerWire(FusedWire):
     largest: ClassVar[int]
     """The largest integer |q|."""
     bits: ClassVar[int]
-    """Of an integer."""
+    """Bits of an integer."""
     zero: ClassVar[int]
     """Offset that makes an integer non-negative; 0 keeps its sign in its bits."""
     word_bits: ClassVar[int]
-    """Of a word, and of the stored part of a scale."""
+    """Bits of a word, and of the stored part of a scale."""
     scale_bits: ClassVar[int]
-    """Of a scale, with the leading one; see `block_scales`."""
+    """Bits of a scale, including the leading one; see `block_scales`."""
     of_mean: ClassVar[bool] = False
-    """Whether the scale is that for averages, Σ x² / Σ |x|; see `stretto.exchange.int2`."""
+    """Whether the scale is the one for averages, Σ x² / Σ |x|; see `stretto.exchange.int2`."""
 
     def launch_pack(self, kernels: Any, values: Tensor, content: Tensor) -> None:
         """Pack values into bytes."""
@@ -40,12 +40,12 @@ class IntegerWire(FusedWire):
         return values
 
     def launch_lose(self, kernels: Any, values: Tensor) -> None:
-        """Replace values by what packing loses of them."""
+        """Replace values by their packing errors."""
         kernels.lose_integers(values, self.format)
 
     @property
     def format(self) -> dict[str, Any]:
-        """All of these numbers, by name."""
+        """All these constants, by name."""
         return {name: getattr(self, name) for name in _NUMBERS}
 
 

@@ -1,8 +1,8 @@
-"""Packing on a GPU, in a kernel or two per direction: what torch's operations do, to the bit.
+"""Packing on a GPU, in one or two kernels per direction, bit-identical to PyTorch's operations.
 
-Each format is defined in its own file; here is its arithmetic once more. `stretto.exchange.fused` imports this file,
-where a CUDA tensor is packed and there is Triton. A packed block is a row of words: integers, the first one in the
-lowest bits, and a scale in the last word.
+Each format is defined in its own file; this file repeats its arithmetic. `stretto.exchange.fused` imports it when a
+CUDA tensor is packed and Triton is installed. A packed block is a row of words: integers, the first one in the lowest
+bits, and a scale in the last word.
 
 Note [The same bits]
     Divisions round to nearest (`div_rn`), and nothing is contracted to a fused multiply-add (`_EXACT`). Adding 1.5 ·
@@ -20,10 +20,10 @@ from triton import language as tl
 from stretto.exchange.blocks import turned_back
 
 _BLOCKS = tl.constexpr(32)
-"""Of one program."""
+"""Blocks per program."""
 _BLOCK = tl.constexpr(64)
 _SIZE = tl.constexpr(0x7FFFFFFF)
-"""The bits of a number that are not its sign."""
+"""Mask of all bits of a number except its sign."""
 _INFINITY = tl.constexpr(0x7F800000)
 _NOT_A_NUMBER = tl.constexpr(0x7FC00000)
 _TINY = tl.constexpr(2.0**-126)
@@ -59,7 +59,7 @@ def unpack_integers(content: Tensor, values: Tensor, integers: dict[str, Any]) -
 
 
 def lose_integers(values: Tensor, integers: dict[str, Any]) -> None:
-    """Replace values by what packing loses of them."""
+    """Replace values by their packing errors."""
     count = values.numel() // 64
     rounding = {name: value for name, value in integers.items() if name not in ("bits", "word_bits")}
     with torch.cuda.device_of(values):
@@ -134,7 +134,7 @@ def _lose_integers(
 
 @triton.jit
 def _places(count):
-    """Return the rows of this program's blocks, the places of their values, and which rows there are."""
+    """Return the rows of this program's blocks, the places of their values, and a mask of the existing rows."""
     rows = tl.program_id(0).to(tl.int64) * _BLOCKS + tl.arange(0, _BLOCKS)
     return rows, rows[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :], rows < count
 
@@ -242,7 +242,7 @@ def unpack_rotated(
 def shrink(
     values: Tensor, steps: Tensor, largest: Tensor, norms: Tensor, widths: Tensor, offsets: Tensor, most: int
 ) -> None:
-    """Write each block in steps, of which its norm has `most`, `(n, 64)`; its largest value, norm and width."""
+    """Write each block, `(n, 64)`, in steps, of which its norm has `most`; return its largest value, norm and width."""
     with torch.cuda.device_of(values):
         _shrink[_programs(len(steps))](
             values, steps, largest, norms, widths, offsets, len(steps), most, **_EXACT

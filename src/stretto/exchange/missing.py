@@ -1,4 +1,4 @@
-"""What ranks miss of a phase of a verified exchange: rows that did not arrive as they were sent, and sums of them."""
+"""Rows and sums that ranks lack after a phase of a verified exchange, because they were damaged."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ class Missing:
     receiver: int
     sender: int
     index: int
-    """Of the transfer within its phase."""
+    """Index of the transfer within its phase."""
     is_sum: bool = False
-    """Whether it is a sum, on the rank that is its sender and its receiver."""
+    """Whether it is a sum; sender and receiver are then the same rank."""
 
     def __str__(self) -> str:
         if self.is_sum:
@@ -28,7 +28,7 @@ class Missing:
 
 
 def missing_anywhere(exchange: Exchange, missing: Sequence[Missing]) -> list[Missing]:
-    """Return what all ranks miss, from what this one misses: the same list on every rank, in the order of receivers."""
+    """Gather the damaged rows and sums of all ranks: the same list on every rank, in the order of receivers."""
     counts = [int.from_bytes(record) for record in exchange.gather_bytes(len(missing).to_bytes(4))]
     if not any(counts):
         return []

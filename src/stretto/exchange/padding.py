@@ -1,7 +1,7 @@
 """Padding: the elements of buckets that belong to no parameter. They are zero, and stay so.
 
-A wire that rotates a block brings noise to all of it. It would count in the norm of a gradient, and masters would
-remember it.
+A wire that rotates a block adds noise to all of it, including padding. That noise would count in the norm of a
+gradient, and masters would keep it.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ class Padding:
     """Knows the padding of each bucket.
 
     Args:
-        layout: Of the buckets; one without slots, as fragments have, says nothing of padding.
-        rank: Which of the slices of a bucket is this rank's.
+        layout: Layout of the buckets; a layout without slots, as fragments have, does not describe padding.
+        rank: Index of this rank's slice in a bucket.
     """
 
     def __init__(self, layout: Layout, rank: int) -> None:
@@ -26,7 +26,7 @@ class Padding:
         self._places: list[tuple[Tensor, Tensor]] = []
 
     def clear(self, index: int, values: Tensor) -> Tensor:
-        """Write zeros to the padding of a bucket, or of this rank's slice of it; return what it was given."""
+        """Write zeros to the padding of a bucket, or of this rank's slice of it; return the argument."""
         if not self._places:
             self._places = self._found()
         whole, own = self._places[index]

@@ -1,10 +1,10 @@
-"""How owners send new parameters to all ranks: as values, or as changes.
+"""Owners send new parameters to all ranks as values or as changes.
 
     values     b ← wire(θ)              on a plain wire
     changes    b ← b + wire(θ - b)      on a packed wire
 
-θ is what an owner has, and the anchor b what the models of all ranks show. An owner subtracts what everybody shows,
-so what packing loses of one change is a part of the next: no residual is kept, and ranks stay equal to the bit.
+θ are the owner's values, and the anchor b the values that the models of all ranks show. An owner subtracts the anchor,
+so the packing error of one change is a part of the next change: no residual is kept, and ranks stay bit-identical.
 
 Source: weight differences as in Jia et al., "SDP4Bit: Toward 4-bit Communication Quantization in Sharded Data
 Parallelism for LLM Training".
@@ -24,12 +24,12 @@ class Publication:
     """Gathers the parameters that owners publish.
 
     Note [Not finite]
-        A value that is not finite would stay in the anchor for good: no change leads away from it. So it is shown and
-        not kept, on all ranks alike, and the next change leads back to what owners have.
+        A value that is not finite would stay in the anchor forever, because no change can correct it. So all ranks show
+        it without keeping it, and the next change leads back to the owner's value.
 
     Args:
         exchange: The job's.
-        wire: The format that parameters are published in.
+        wire: The format in which parameters are published.
     """
 
     def __init__(self, exchange: Exchange, wire: Wire) -> None:
@@ -41,22 +41,22 @@ class Publication:
             for flat in self._layout.sets
             if isinstance(wire, PackedWire)
         ]
-        """One tensor per flat set, equal on all ranks; none where values alone are sent."""
+        """One tensor per flat set, equal on all ranks; empty if only values are sent."""
 
     def begin(self, shown: Sequence[Tensor]) -> None:
-        """Begin with what the models of all ranks show: one tensor per parameter."""
+        """Start with the values that the models of all ranks show: one tensor per parameter."""
         for slot, value in zip(self._layout.slots, shown, strict=True):
             if self.anchor:
                 self.anchor[slot.set_index][slot.start : slot.stop].copy_(value.detach().reshape(-1))
 
     def gathering(self, *, keeps: bool = True) -> Callable[[Sequence[Tensor]], None]:
-        """Return what gathers parameters, chosen once, so that values alone take the shortest way.
+        """Return the function that gathers parameters, chosen once, so that values alone take the shortest path.
 
-        It takes one tensor per flat set, `(flat.numel,)`, holding this rank's own slices, and replaces every bucket by
-        what all ranks are to show.
+        It takes one tensor per flat set, `(flat.numel,)`, with this rank's own slices, and replaces every bucket by the
+        values for all ranks' models.
 
         Args:
-            keeps: Whether models show it until the next gather; otherwise the next changes do not build on it.
+            keeps: Whether models show the result until the next gather; otherwise the next changes do not build on it.
         """
         if isinstance(self._wire, PackedWire):
             return functools.partial(self._gather_changes, wire=self._wire, keeps=keeps)
@@ -85,5 +85,5 @@ class Publication:
 
 
 def _wide(values: Tensor) -> Tensor:
-    """Return values in which a small difference is exact."""
+    """Return values in a dtype in which a small difference is exact."""
     return values.to(torch.promote_types(values.dtype, torch.float32))

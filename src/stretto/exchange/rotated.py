@@ -59,17 +59,18 @@ from stretto.randomness import draw
 
 _BLOCK = 64
 _CELLS = 1024
-"""Parts from -8 σ to 8 σ, each with a level. No value is outside, because σ² is the mean of 64 squares."""
+"""Number of intervals from -8 σ to 8 σ, each with a level. No value is outside, because σ² is the mean of 64
+squares."""
 _CELLS_OF_DEVIATION = 63.4
-"""How many are as wide as σ together; the one around zero is twice as wide as the others."""
+"""Number of intervals per σ; the interval around zero is twice as wide as the others."""
 _STEPS = 4000
-"""In the norm of a block; see Note [Exact products]."""
+"""Number of steps in the norm of a block; see Note [Exact products]."""
 _STEPS_OF_ROTATION, _STEPS_OF_LEVEL = 512, 256
 _RUNS = {1: ((0, 1),), 2: ((0, 2),), 3: ((0, 2), (2, 1)), 4: ((0, 4),)}
-"""By the bits of a number: where in it runs of bits begin that fill bytes evenly, and how long they are."""
+"""By the bits of a number: the start and length of runs of bits that fill bytes evenly."""
 _CELLS_OF_NORM = math.sqrt(_BLOCK) * _CELLS_OF_DEVIATION
 _GOLDEN = 40503
-"""2^16 divided by the golden ratio: any number of such steps is spread evenly."""
+"""2^16 divided by the golden ratio: multiples of it are spread evenly."""
 _SEED = 0
 
 
@@ -77,9 +78,9 @@ class Rotated(FusedWire):
     """Eight numbers in as many bytes as each has bits, eight times; then a bf16 scale.
 
     Args:
-        bits: Of a value, 1 to 4.
-        stream: Name of the transfer; this and the rest decide the rotation.
-        round_index: Of the round.
+        bits: Bits of a value, 1 to 4.
+        stream: Name of the transfer; together with the other arguments it decides the rotation.
+        round_index: Index of the round.
         ranks: The sender of each row; rows have equal length. A rank that packs has written all of them.
     """
 
@@ -158,7 +159,7 @@ class Rotated(FusedWire):
         return values.view(-1)
 
     def _own(self, device: torch.device) -> tuple[Tensor, Tensor, int]:
-        """Return the draws of a sender: Rᵀ, the offsets of steps before they are cut off, and the offset of a scale."""
+        """Return the draws of a sender: Rᵀ, the offsets of steps before truncation, and the offset of a scale."""
         rank = self._ranks[0]
         return *_rotation(*self._drawn, rank, device), _draw("scales", *self._drawn, rank) % 2**16
 
@@ -169,11 +170,11 @@ class Rotated(FusedWire):
 
 
 def _rounded(scales: Tensor, first: int, count: int) -> Tensor:
-    """Return scales rounded to bf16, which is right on average; infinite ones become the largest one.
+    """Return scales rounded to bf16 without bias; infinite scales become the largest finite one.
 
     Args:
         scales: `(n, 1)`, of rows of `count` blocks.
-        first: Offset of the first of a row before it is cut off.
+        first: Offset of the first scale of a row before truncation.
         count: Each row is rounded as if it were alone.
     """
     added = torch.arange(count, dtype=torch.int32, device=scales.device)
@@ -211,7 +212,7 @@ def _signs(stream: str, round_index: int, ranks: tuple[int, ...], device: torch.
 
 @functools.lru_cache(maxsize=8)
 def _signs_of_round(stream: str, round_index: int, bits: int, device: torch.device) -> Tensor:
-    """Return the signs of the first 2^bits ranks: all draw from one sequence."""
+    """Return the signs of the first 2^bits ranks: all ranks draw from one sequence."""
     words = np.random.Philox(key=draw(_SEED, f"signs of {stream}", round_index)).random_raw(2**bits)
     found = np.unpackbits(words.astype("<u8").view(np.uint8).reshape(-1, 8), axis=1)
     return _moved(1.0 - 2.0 * found, device)
@@ -256,7 +257,7 @@ def _levels(bits: int, device: torch.device) -> Tensor:
 
 @functools.cache
 def _levels_of_cells(bits: int, device: torch.device) -> Tensor:
-    """Return for each cell the level that is nearest to its middle, whose last bits say which one it is."""
+    """Return for each interval the level that is nearest to its middle; the last bits of it give the level's index."""
     ends = torch.arange(_CELLS, dtype=torch.float32, device=device)
     ends[_CELLS // 2 :] -= _CELLS  # the last bits of negative integers
     # The end of a cell is the one that is nearer to zero.
@@ -283,7 +284,7 @@ def normal_levels(bits: int) -> list[float]:
 
 
 def _mean_between(low: float, high: float) -> float:
-    """Return the mean of a normally distributed value that is between two."""
+    """Return the mean of a normally distributed value between two bounds."""
     normal = statistics.NormalDist()
     return (normal.pdf(low) - normal.pdf(high)) / (normal.cdf(high) - normal.cdf(low))
 
@@ -292,7 +293,7 @@ def _mean_between(low: float, high: float) -> float:
 
 
 def _joined(numbers: Tensor, bits: int) -> Tensor:
-    """Return int16, `(n, 4 * bits)`, that holds numbers of a few bits, int8, `(n, 64)`."""
+    """Return int16, `(n, 4 * bits)`, that packs int8 numbers of a few bits, `(n, 64)`."""
     words, runs = numbers.view(torch.int64), []
     for first, length in _RUNS[bits]:
         cut = words if length == bits else words >> first & _in_each_byte(length)
@@ -304,7 +305,7 @@ def _joined(numbers: Tensor, bits: int) -> Tensor:
 
 
 def _apart(joined: Tensor, bits: int) -> Tensor:
-    """Return the numbers in the bytes that `_joined` has returned."""
+    """Return the numbers that `_joined` packed."""
     words = joined.clone(memory_format=torch.contiguous_format).view(torch.int64)
     numbers = torch.empty(len(words), 8, dtype=torch.int64, device=words.device)
     runs = words.split([length for _, length in _RUNS[bits]], -1)
@@ -319,5 +320,5 @@ def _apart(joined: Tensor, bits: int) -> Tensor:
 
 
 def _in_each_byte(bits: int) -> int:
-    """Return a word with so many bits set in each of its bytes, the lowest ones."""
+    """Return a word with this number of low bits set in each of its bytes."""
     return ((1 << bits) - 1) * 0x0101010101010101

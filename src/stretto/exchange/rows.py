@@ -1,7 +1,7 @@
 """Rows: one rank's values of one bucket for another rank, with a seal, by which the receiver checks them.
 
-A row is the bytes of values and, behind them, their digest in eight more. Those of a bucket are written and looked at
-together, where they are: nothing here waits for a device.
+A row is the bytes of values, followed by eight bytes with their digest. The rows of a bucket are written and checked
+together, on their device: nothing here waits for a device.
 """
 
 import struct
@@ -21,12 +21,12 @@ _SENDER, _RECEIVER = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 
 
 def seed_of(*what: int) -> int:
-    """Return a seed that identifies a record, or an exchange of rows, so that another does not fit."""
+    """Return a seed that identifies a record, or an exchange of rows, so that no other record matches."""
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(what)}Q", *what))
 
 
 def seeds_to_receivers(first: int, sender: int) -> Seeds:
-    """Return the seeds of a sender's rows for all receivers, where an exchange has the seed `first`."""
+    """Return the seeds of a sender's rows for all receivers; `first` is the seed of the exchange."""
     return Seeds(first + sender * _SENDER, _RECEIVER)
 
 
@@ -36,11 +36,11 @@ def seeds_from_senders(first: int, receiver: int) -> Seeds:
 
 
 class Rows:
-    """Rows that are side by side. Views of them are made once, because memory is used for many buckets.
+    """Rows side by side. Their views are made once, because the memory is used for many buckets.
 
     Args:
         memory: `(count * (bytes of values + SEAL_BYTES),)` uint8.
-        kind: How many rows there are, the values in each, and their format.
+        kind: Number of rows, number of values in each, and their format.
     """
 
     def __init__(self, memory: Tensor, kind: tuple[int, int, Wire]) -> None:
@@ -51,7 +51,7 @@ class Rows:
         self.content = rows[:, :-SEAL_BYTES]
         """The values as bytes, `(count, bytes)`."""
         self.values = self.content.view(self.wire.dtype) if isinstance(self.wire, PlainWire) else self.content
-        """As numbers, `(count, numel)`, where the format is plain."""
+        """The values as numbers, `(count, numel)`, if the format is plain."""
         self._terms = Terms(self.values) if isinstance(self.wire, PlainWire) else None
         self._seals = rows[:, -SEAL_BYTES:]
         self._on_host = is_on_host(memory)
@@ -64,9 +64,9 @@ class Rows:
         """Write values and their seals.
 
         Args:
-            parts: The values to send, `(count, ...)`, or those of one row.
-            wire: The format, drawn for them.
-            seeds: Identify the rows.
+            parts: The values to send, `(count, ...)`, or the values of one row.
+            wire: The format, with its draws.
+            seeds: Seeds that identify the rows.
         """
         if isinstance(wire, PlainWire):
             (self.values if parts.dim() <= 2 else self.values.view(parts.shape)).copy_(parts)
@@ -91,7 +91,7 @@ class Rows:
         return self._numbers.tolist(), digests
 
     def read(self, stream: str, round_index: int, senders: Sequence[int]) -> Terms:
-        """Return the values that ranks have written, `(count, numel)`; views where the format is plain."""
+        """Return the values in the rows, `(count, numel)`; they are views if the format is plain."""
         if self._terms:
             return self._terms
         values = self.wire.drawn(stream, round_index, *senders).read(self.content.reshape(-1))

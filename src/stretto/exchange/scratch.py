@@ -1,10 +1,10 @@
-"""Memory that transfers use again and again: only so much of it as buckets are sent at a time."""
+"""Memory that transfers use repeatedly, for as many buckets as are sent at a time."""
 
 import torch
 from torch import Tensor
 
 IN_FLIGHT = 4
-"""Buckets that are sent at a time: enough to keep a link busy while one is summed."""
+"""Number of buckets that are sent at a time: enough to keep a link busy while one is summed."""
 
 
 class Scratch:
@@ -14,7 +14,7 @@ class Scratch:
         self._held: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
 
     def __call__(self, role: str, index: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return `numel` elements for a role in the `index`-th transfer, valid until that one ends."""
+        """Return `numel` elements for a role in the `index`-th transfer, valid until that transfer ends."""
         key = (role, index % IN_FLIGHT, dtype, device)
         held = self._held.get(key)
         if held is None or held.numel() < numel:
@@ -26,5 +26,5 @@ class Scratch:
 
     @property
     def held(self) -> list[Tensor]:
-        """All of the memory."""
+        """Return all of the memory."""
         return list(self._held.values())

@@ -1,4 +1,4 @@
-"""Whether a sum over ranks can be right."""
+"""Checks whether a sum over ranks can be right."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from stretto.checksums import is_on_host
 
 _LOOKED_AT, _EVERY = 16, 256
-"""Elements of a sum that are looked at, of as many each: one cache line of float32 in sixteen."""
+"""Number of elements that are checked in each group of so many: one cache line of float32 in sixteen."""
 
 
 class Terms:
@@ -20,7 +20,8 @@ class Terms:
 
 
 def sampled(values: Tensor) -> Tensor:
-    """Return a view of some of `values`, `(..., n, 16)`, or all where there are few: at least one of any 256 in a row.
+    """Return a view of some of `values`, `(..., n, 16)`, or all of few values: at least one in any 256 consecutive
+    ones.
 
     Args:
         values: `(..., numel)`.
@@ -47,7 +48,7 @@ def is_plausible_sum(values: Tensor, total: Tensor) -> bool | Tensor:
 
 
 def _wide(values: Tensor) -> Any:
-    """Return values in float64; on the host as an array, because NumPy's calls are shorter."""
+    """Return values in float64; on the host as a NumPy array, whose calls are shorter."""
     if is_on_host(values) and values.dtype == torch.float32:
         return values.numpy().astype(np.float64)
     wide = values.to(torch.float64)

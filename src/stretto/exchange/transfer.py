@@ -1,4 +1,4 @@
-"""Transfers: what an exchange starts and waits for, with whom, and what it is handed to send."""
+"""Transfers: the collectives that an exchange starts and waits for, and their values."""
 
 import dataclasses
 from collections import defaultdict
@@ -20,21 +20,21 @@ Transfer = Generator[Started, None, None]
 Barrier = Literal["barrier"]  # what comes next waits for all ranks: not within a backward pass
 Transfers = Generator[int | Started | Barrier, None, None]
 """The transfers of many buckets: also yields the index of each before it starts, and continues when its values are
-there. Its caller decides only the moments: the collectives and their order are the same on every rank."""
+ready. Its caller decides only the time: the collectives and their order are the same on every rank."""
 
 Change = Callable[[int], Tensor]
-"""Returns what this rank has to add to its slice of a bucket, by the bucket's index."""
+"""Returns this rank's change of its slice of a bucket, by the bucket's index."""
 Add = Callable[[int, Tensor], None]
-"""Takes what all ranks add to a bucket, `(bucket.numel,)`, by its index."""
+"""Receives all ranks' changes of a bucket, `(bucket.numel,)`, by its index."""
 Prepare = Callable[[int], None]
 """Prepares the values of a bucket, by its index, for sending."""
 
 Place = tuple[int, Tensor]
-"""Bytes of a record that a device knows, `(n,)` int8, and where they begin."""
+"""Bytes of a record that a device computes, `(n,)` int8, and their offset."""
 
 
 def filled(record: bytes, places: Sequence[Place]) -> bytes:
-    """Return a record with the bytes that devices know; the host waits once for each device."""
+    """Return a record with the bytes from devices filled in; the host waits once for each device."""
     content = bytearray(record)
     by_device: dict[torch.device, list[Place]] = defaultdict(list)
     for begin, part in places:
@@ -48,13 +48,15 @@ def filled(record: bytes, places: Sequence[Place]) -> bytes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Level:
-    """Ranks that exchange parts with each other, this one among them; each rank is on one of every number."""
+    """Ranks that exchange parts with each other, including this rank; each rank belongs to one level of every
+    number.
+    """
 
     number: int
-    """The same on all ranks."""
+    """Number of the level, the same on all ranks."""
     ranks: Sequence[int]
-    """Ascending."""
+    """The ranks, ascending."""
     where: str
-    """For messages."""
+    """Name for messages."""
     crosses: bool = False
-    """Whether it leads to other nodes."""
+    """Whether it connects different nodes."""

@@ -1,4 +1,4 @@
-"""The verified exchange: every row carries a seal, a digest by which the receiver checks what arrived.
+"""The verified exchange: every row carries a seal, a digest by which the receiver checks the row.
 
 Sums are computed twice, and buckets with a damaged row are sent again, before anything is used.
 """
@@ -31,9 +31,9 @@ from stretto.exchange.wire import PlainWire, Wire
 from stretto.records import Incident
 
 REPEATS = 3
-"""How often a damaged bucket is sent again; four failures in a row are no accident."""
+"""How often a damaged bucket is sent again; four failures in a row are not accidental."""
 _COPIES = 3
-"""Copies of every record of the round report: ranks need the records to agree on anything, even on a repeat."""
+"""Copies of every record of the round report: ranks need the records to agree on anything, including a repeat."""
 _as_stored = cache(partial(PlainWire, ""))
 
 

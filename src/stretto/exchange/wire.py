@@ -1,4 +1,4 @@
-"""The contract of a wire format: how values become bytes for their way to other ranks, and values again.
+"""The interface of a wire format: how values become bytes for sending, and values again.
 
 PlainWire    every value alone, in one dtype
 PackedWire   blocks of values, packed into fewer bytes, with error feedback; `stretto.exchange.int8` is an example
@@ -17,38 +17,34 @@ from stretto.flat import ALIGNMENT
 
 
 class Wire(ABC):
-    """A format in which gradients are sent, and the plain format in which everything else does."""
+    """A format for gradients, with the plain format for all other values."""
 
     name: str
-    """As `Options(wire=...)` and the command line call it."""
+    """Name in `Options(wire=...)` and on the command line."""
     is_unbiased: ClassVar[bool] = False
-    """Whether it draws random numbers such that, on average over draws, the received values equal the sent values."""
+    """Whether it draws random numbers such that the mean of received values over draws equals the sent values."""
     fits_gradients: ClassVar[bool] = True
-    """Whether gradients may be sent in it, and not only averages of replicas and changes of parameters."""
+    """Whether it is allowed for gradients, and not only for averages of replicas and changes of parameters."""
 
     @property
     @abstractmethod
     def values(self) -> "PlainWire":
-        """The format of parameters, sums and averages: a value that is sent once has no later message to carry its
-        error.
-        """
+        """The format of parameters, sums and averages: a value that is sent once has no later message for its error."""
 
     @property
     def for_averages(self) -> "Wire":
-        """The format in which replicas send their changes: this format, or a format of as many bytes with a lower
-        loss.
-        """
+        """The format for changes of replicas: this format, or one of equal size with a lower loss."""
         return self
 
     def drawn(self, stream: str, round_index: int, *ranks: int) -> Self:
-        """Return the format of what ranks send of a stream in a round: this one, unless it draws random numbers.
+        """Return the format of a stream in a round: this format itself, unless it draws random numbers.
 
-        These are a function of the arguments. So receivers know the draws of a sender, and a repeated transfer has
+        The draws are a function of the arguments, so receivers know the draws of a sender, and a repeated transfer has
         the same bits.
 
         Args:
             stream: Name of the transfer.
-            round_index: Of the round.
+            round_index: Index of the round.
             ranks: The sender, for each of the equally long rows that are written or read at once. The bits of a row
                 do not depend on the others.
         """
@@ -63,7 +59,7 @@ class Wire(ABC):
         """Write values into bytes.
 
         Args:
-            values: `(numel,)`, a multiple of `ALIGNMENT`; they stay as they are.
+            values: `(numel,)`, a multiple of `ALIGNMENT`; not changed.
             content: `(num_bytes(numel),)`, uint8; overwritten.
         """
 
@@ -77,17 +73,17 @@ class Wire(ABC):
 
     @property
     def bytes_per_value(self) -> float:
-        """Of a bucket: the block of every format divides `ALIGNMENT`."""
+        """Bytes per value of a bucket, exact because the block of every format divides `ALIGNMENT`."""
         return self.num_bytes(ALIGNMENT) / ALIGNMENT
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlainWire(Wire):
-    """Every value alone, in `dtype` or in its stored dtype if that is narrower."""
+    """A format that sends every value alone, in `dtype` or in its stored dtype if that is narrower."""
 
     name: str
     dtype: torch.dtype
-    """A wider one than values are stored in would add bytes and no bits."""
+    """Dtype on the wire; a wider dtype than the stored one would only add bytes."""
 
     @property
     def values(self) -> "PlainWire":
@@ -119,9 +115,9 @@ BF16 = PlainWire("bf16", torch.bfloat16)
 class PackedWire(Wire):
     """Blocks of values, packed into fewer bytes; the base of formats that a subclass describes.
 
-    A subclass sets `name`, `block` and `block_bytes`, and says how blocks are packed and unpacked. It has no state. The
-    exchange does the rest: error feedback (`stretto.exchange.feedback`), unless the format is unbiased, sums in rank
-    order, counting of bytes.
+    A subclass sets `name`, `block` and `block_bytes`, and implements packing and unpacking of blocks. It has no state.
+    The exchange does the rest: error feedback (`stretto.exchange.feedback`), unless the format is unbiased, sums in
+    rank order, counting of bytes.
 
         Zeros unpack to zeros: a rank sends zeros for parameters that it has not used.
         Finite values unpack to finite values, the largest ones included.
@@ -129,9 +125,10 @@ class PackedWire(Wire):
     """
 
     block: int
-    """Values that are packed together; divides `ALIGNMENT`, so that no block is in two parameters or two slices."""
+    """Number of values that are packed together; divides `ALIGNMENT`, so that no block spans two parameters or
+    slices."""
     block_bytes: int
-    """Bytes of a packed block, with everything that is needed to unpack it."""
+    """Bytes of a packed block, including all data needed to unpack it."""
 
     def __init_subclass__(cls) -> None:
         """Check the size of a block.
@@ -144,12 +141,12 @@ class PackedWire(Wire):
 
     @property
     def values(self) -> PlainWire:
-        """bf16."""
+        """The format bf16."""
         return BF16
 
     @property
     def has_residual(self) -> bool:
-        """Whether ranks send with the next round what packing has lost of this one."""
+        """Whether ranks send the packing error of a round with the next round."""
         return not self.is_unbiased
 
     @abstractmethod
@@ -157,7 +154,7 @@ class PackedWire(Wire):
         """Pack blocks of values.
 
         Args:
-            blocks: `(n, block)`, float32; they stay as they are.
+            blocks: `(n, block)`, float32; not changed.
             packed: `(n, block_bytes)`, uint8; overwritten.
         """
 
@@ -170,7 +167,9 @@ class PackedWire(Wire):
         return self
 
     def kernels(self, tensor: Tensor) -> Any:
-        """Return what packs a tensor faster, to the same bits: `write`, `read` and `lose`; None if nothing does."""
+        """Return an object with faster `write`, `read` and `lose`, bit-identical to this wire's; None if there is
+        none.
+        """
         return None
 
     def write(self, values: Tensor, content: Tensor) -> None:
@@ -186,7 +185,7 @@ class PackedWire(Wire):
         return kernels.read(content) if kernels else self.unpack(content.view(-1, self.block_bytes)).view(-1)
 
     def lose(self, values: Tensor) -> None:
-        """Replace values, `(numel,)`, by what packing loses of them."""
+        """Replace values, `(numel,)`, by their packing errors."""
         if kernels := self.kernels(values):
             kernels.lose(values)
             return
@@ -210,9 +209,9 @@ def block_scales(blocks: Tensor, largest: int, bits: int) -> Tensor:
         normal number the scale is that number, and they wait in the error until they are large enough.
 
     Args:
-        blocks: `(n, block)`, float32. A block with a value that is not finite gets a scale that is not.
+        blocks: `(n, block)`, float32. A block with a value that is not finite gets a scale that is not finite.
         largest: The largest integer |q|.
-        bits: Of the scale, with the leading one; together with the bits of `largest`, at most 24.
+        bits: Bits of the scale, including the leading one; together with the bits of `largest`, at most 24.
     """
     scales = blocks.abs().amax(-1, keepdim=True)
     # By a tensor: by a number, CUDA multiplies with its reciprocal, which may have other last bits.
@@ -221,7 +220,7 @@ def block_scales(blocks: Tensor, largest: int, bits: int) -> Tensor:
 
 
 def short(scales: Tensor, bits: int) -> Tensor:
-    """Return scales, float32, rounded towards zero to so many bits, with the leading one.
+    """Return scales, float32, rounded towards zero to this number of bits, including the leading one.
 
     All that are not numbers become the same: which it would be depends on the device.
     """

@@ -1,4 +1,4 @@
-"""What a model must be like, so that a job can train it."""
+"""Conditions that a model must meet to be trained by a job."""
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ _TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def original_name(name: str) -> str:
-    """Return the name that a parameter or buffer has in the model before `torch.compile` wraps any part of it."""
+    """Return the name of a parameter or buffer before `torch.compile` wrapped any part of the model."""
     return name.replace("_orig_mod.", "")
 
 
@@ -20,11 +20,11 @@ def check_parameters(model: nn.Module, *, sharded: bool = False) -> None:
     """Raise unless a job can train the model's parameters.
 
     Args:
-        model: Holds them.
+        model: The model.
         sharded: Whether they may be sharded inside a node.
 
     Raises:
-        UnsupportedModel: Nothing trains, a parameter cannot be averaged or has no values, or elements share memory.
+        UnsupportedModel: No parameter is trainable, one cannot be averaged or has no values, or elements share memory.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UnsupportedModel(

@@ -32,7 +32,7 @@ class Slot:
     """The place of one parameter."""
 
     name: str
-    """First name under `model.named_parameters()`; tied parameters have one slot."""
+    """First name in `model.named_parameters()`; tied parameters have one slot."""
     index: int
     """Position in `Layout.slots`, also the position of the parameter's byte in the round report."""
     set_index: int
@@ -45,7 +45,7 @@ class Slot:
     is_whole: bool = False
     """Whether one owner holds all of it, and the optimizer sees it in its shape."""
     shard: Shard | None = None
-    """Which part of the parameter this is, where the ranks of a node share it; None for all of it."""
+    """The part of the parameter, if the ranks of a node share it; None for all of it."""
 
     @property
     def stop(self) -> int:
@@ -54,7 +54,7 @@ class Slot:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Shape of the whole parameter."""
         return self.shape if self.shard is None else self.shard.whole_shape
 
     @property
@@ -70,7 +70,7 @@ class Bucket:
     set_index: int
     start: int
     numel: int
-    """Elements, a multiple of `world_size * ALIGNMENT`."""
+    """Number of elements, a multiple of `world_size * ALIGNMENT`."""
 
     @property
     def stop(self) -> int:
@@ -104,7 +104,7 @@ class Layout:
     sets: tuple[FlatSet, ...]
     slots: tuple[Slot, ...]
     buckets: tuple[Bucket, ...]
-    """In the order in which they are sent: that in which a backward pass is expected to fill them."""
+    """Buckets in the order of sending, which is the expected order in which a backward pass fills them."""
 
     @property
     def numel(self) -> int:
@@ -113,11 +113,11 @@ class Layout:
 
     @property
     def bucket_bytes(self) -> int:
-        """The largest bucket, in bytes of the gradient buffer: the size in force."""
+        """Size of the largest bucket, in bytes of the gradient buffer."""
         return max(one.numel * self.sets[one.set_index].accumulation_dtype.itemsize for one in self.buckets)
 
     def text(self) -> str:
-        """Return everything that ranks must agree on, one line each; device indices may differ and are skipped."""
+        """Return a text of all that ranks must agree on, in lines; device indices may differ and are omitted."""
         slots = [
             f"parameter {slot.name}: {slot.shape} {self.sets[slot.set_index].dtype}, optimizer group {slot.group}, "
             f"elements {slot.start} to {slot.stop} of set {slot.set_index}{', whole' if slot.is_whole else ''}"
@@ -127,7 +127,7 @@ class Layout:
         return "\n".join([*slots, *sets, *map(str, self.buckets), f"{self.world_size} ranks"])
 
     def text_of_wholes(self) -> str:
-        """Return what ranks with different shards of the same parameters must agree on, one line each."""
+        """Return a text of all that ranks with different shards of the same parameters must agree on, in lines."""
         return "\n".join(
             f"parameter {slot.name}: {slot.whole_shape} {self.sets[slot.set_index].dtype}, optimizer group {slot.group}"
             for slot in self.slots
@@ -166,9 +166,9 @@ class Layout:
 def usual_bucket_bytes(device: torch.device) -> int:
     """Return the default size of a collective over values on `device`, in bytes.
 
-    Values of a CPU go through sockets, where a small transfer is sent while another is summed. On a GPU every kernel
-    and every collective costs a launch at any size: a billion parameters would be 3,800 buckets of the small size,
-    and are 60 of the large one.
+    A CPU sends values through sockets, where a small transfer can overlap the sum of another. On a GPU every kernel and
+    every collective costs a launch at any size: a billion parameters would be 3,800 buckets of the small size, and are
+    60 of the large size.
     """
     return 2**20 if device.type == "cpu" else 2**26
 
@@ -176,13 +176,13 @@ def usual_bucket_bytes(device: torch.device) -> int:
 def bucket_bytes_among(ranks: int, usual: int, set_bytes: int, sent_bytes: int) -> int:
     """Return the usual size of a bucket, or a larger one if messages would be smaller than `MESSAGE_BYTES`.
 
-    A rank sends each other rank one part of every bucket. If there are many ranks, buckets have to be few.
+    A rank sends each other rank one part of every bucket, so many ranks need few buckets.
 
     Args:
-        ranks: That share the set.
-        usual: `usual_bucket_bytes` of its device.
-        set_bytes: Of all values of the set in the gradient buffer.
-        sent_bytes: Of the same values on the wire.
+        ranks: Number of ranks that share the set.
+        usual: `usual_bucket_bytes` of the set's device.
+        set_bytes: Bytes of the set in the gradient buffer.
+        sent_bytes: Bytes of the set on the wire.
     """
     most = max(1, sent_bytes // (ranks * MESSAGE_BYTES))
     # Buckets are cut at multiples of what all ranks are aligned to: rounded down, a small one would be left over.
@@ -213,7 +213,7 @@ def plan_layout(
         bucket_bytes: Upper bound of a bucket in the gradient buffer, in bytes; with whole tensors it is a lower one.
             If it is None, `bucket_bytes_among` chooses.
         widen: Accumulate 16-bit parameters' gradients in float32.
-        bytes_per_value: Of gradients on the wire.
+        bytes_per_value: Bytes of a gradient on the wire.
         parts: Cut every set into a multiple of so many buckets, as far as its elements go; about so many at least
             with whole tensors.
         whole_groups: Indices of the optimizer's groups whose tensors are not to be cut.
@@ -286,7 +286,7 @@ def _by_arrival(slots: Sequence[Slot], buckets: Sequence[Bucket], arrival: Seque
 
     Args:
         slots: All of them.
-        buckets: Likewise.
+        buckets: The buckets.
         arrival: A number for each slot: larger ones arrive later.
     """
     last = {
@@ -342,7 +342,7 @@ def _group_of_parameter(
 def _place(
     sizes: Sequence[int], numel_max: int, world_size: int, parts: int
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return where tensors start that may be cut, one after the other, and start and length of every bucket.
+    """Return the start of every tensor that may be cut, and start and length of every bucket.
 
     Buckets are equal but for the last, of at most about `numel_max` elements. Their number is a multiple of `parts`
     where there are enough elements.

@@ -1,4 +1,4 @@
-"""Whether the elements of a model's tensors are apart in memory, so that each can be written alone."""
+"""Checks that the elements of a model's tensors do not share memory, so that each can be written alone."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,16 +14,17 @@ Named = tuple[str, Tensor]
 
 
 def check_memory(named: Sequence[Named]) -> None:
-    """Raise if elements share memory: of a trainable parameter with any others, of another tensor with its own.
+    """Raise if elements of a trainable parameter share memory with others, or elements of another tensor with each
+    other.
 
-    Every parameter has its own gradient, and values are copied into every tensor, so elements in one place would
-    get several values. Parts of one storage that are apart are fine.
+    Every parameter has its own gradient, and values are copied into every tensor, so elements in one place would get
+    several values. Separate parts of one storage are fine.
 
     Args:
         named: Parameters and buffers by name; a tensor that is registered twice is listed once.
 
     Raises:
-        UnsupportedModel: Names the tensors.
+        UnsupportedModel: Elements share memory; the message names the tensors.
     """
     by_storage: dict[int, list[Named]] = defaultdict(list)
     for name, held in named:
@@ -38,7 +39,7 @@ def check_memory(named: Sequence[Named]) -> None:
 
 
 def _lie_apart(members: Sequence[Named]) -> bool:
-    """Return whether the tensors of one storage are blocks that do not touch, as nearly always."""
+    """Return whether the tensors of one storage are blocks that do not overlap, as is usual."""
     blocks = sorted((t.storage_offset() * t.itemsize, t.numel() * t.itemsize) for _, t in members)
     is_dense = all(tensor.is_contiguous() for _, tensor in members)
     trains = any(tensor.requires_grad for _, tensor in members)
@@ -48,7 +49,7 @@ def _lie_apart(members: Sequence[Named]) -> bool:
 def _check_elements(members: Sequence[Named]) -> None:
     unit = min(tensor.itemsize for _, tensor in members)
     taken = torch.zeros(members[0][1].untyped_storage().nbytes() // unit, dtype=torch.int32)
-    """Per `unit` bytes of the storage: zero, or the number of the tensor that is there."""
+    """For each `unit` bytes of the storage: zero, or the number of the tensor that uses them."""
     members = sorted(members, key=_trains)
     for number, (name, tensor) in enumerate(members, start=1):
         places = _places(tensor) * (tensor.itemsize // unit)
@@ -73,7 +74,7 @@ def _trains(member: Named) -> bool:
 
 
 def _places(tensor: Tensor) -> Tensor:
-    """Return where each element is in the storage, in elements, `(numel,)`."""
+    """Return the position of each element in the storage, in elements, `(numel,)`."""
     places = torch.tensor([tensor.storage_offset()])
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         places = (places[:, None] + torch.arange(size) * stride).flatten()

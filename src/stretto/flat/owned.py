@@ -1,4 +1,4 @@
-"""The slices that one rank owns: all of a flat set in one tensor, so that one call reaches them.
+"""The slices that one rank owns: all slices of a flat set are in one tensor, so that one call reaches them.
 
 Note [Blocks]
     A flat set has many buckets, and a rank owns a slice of each. Its slices are side by side in one tensor, in flat
@@ -24,7 +24,7 @@ class Slices(list[Tensor]):
     ) -> None:
         super().__init__(views)
         self.flat_order = flat_order or range(len(self))
-        """Indices of the buckets in flat order; None as they are."""
+        """Indices of the buckets in flat order; None if the list is in flat order."""
         self.flats = tuple(flats)
         """One tensor per flat set, its slices side by side in flat order."""
 
@@ -35,32 +35,32 @@ class Block:
 
     set_index: int
     buckets: tuple[int, ...]
-    """Indices of the buckets that they belong to."""
+    """Indices of their buckets."""
     offset: int
     """First element in the set's tensor of slices."""
     start: int
     """First element in the flat set."""
     stride: int
-    """From one slice to the next in the flat set."""
+    """Distance between two slices in the flat set."""
     count: int
-    """Slices; 1 where they have no gaps between them."""
+    """Number of slices; 1 if they have no gaps between them."""
     length: int
-    """Elements of each."""
+    """Elements of each slice."""
 
 
 class Owned:
-    """Where the slices of one rank are.
+    """The positions of one rank's slices.
 
     Args:
-        layout: Of the flat sets.
-        rank: Who owns them.
-        num_owners: Among so many.
+        layout: Layout of the flat sets.
+        rank: The owner.
+        num_owners: Number of owners.
     """
 
     def __init__(self, layout: Layout, rank: int, num_owners: int) -> None:
         self.layout = layout
         self.ranges = [bucket.owned_range(rank, num_owners) for bucket in layout.buckets]
-        """Of the flat set, by bucket."""
+        """Range in the flat set, by bucket."""
         self.offsets = [bucket.start // num_owners for bucket in layout.buckets]
         """First element in the set's tensor of slices, by bucket."""
         self._flat_order = layout.flat_order()
@@ -71,7 +71,7 @@ class Owned:
             for index, flat in enumerate(layout.sets)
             for run in self._runs(index, num_owners, usual_bucket_bytes(flat.device) // 4)
         ]
-        """All of them, in flat order."""
+        """All blocks, in flat order."""
         self.block_of = {bucket: i for i, block in enumerate(self.blocks) for bucket in block.buckets}
         """Index of the block in which a bucket's slice is."""
 
@@ -95,7 +95,7 @@ class Owned:
         )
 
     def _runs(self, set_index: int, num_owners: int, most: int) -> Iterator[list[int]]:
-        """Yield the buckets of a set in flat order, as many at a time as a block takes."""
+        """Yield the buckets of a set in flat order, in groups that fit a block."""
         members = [i for i, bucket in enumerate(self.layout.buckets) if bucket.set_index == set_index]
         run: list[int] = []
         elements = 0

@@ -1,4 +1,4 @@
-"""What a rank holds, writes and reads of a tensor of a state: runs of its elements, and which rank writes which.
+"""The parts of a state's tensor that a rank holds, writes and reads, as runs of its elements.
 
 PyTorch's own `torch.distributed.checkpoint` knows N-dimensional boxes alone, so a `PartedTensor` covers runs by a few.
 """
@@ -29,23 +29,23 @@ class Runs:
     """Runs of a tensor's elements."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dtype: torch.dtype
     values: list[tuple[int, Tensor]] = dataclasses.field(default_factory=list)
-    """Those that this rank holds; see `Fragments`."""
+    """Runs that this rank holds; see `Fragments`."""
     written: list[Range] = dataclasses.field(default_factory=list)
-    """What of them this rank writes; other ranks may hold it too."""
+    """Ranges that this rank writes; other ranks may hold them too."""
     wanted: list[Range] = dataclasses.field(default_factory=list)
-    """What this rank reads."""
+    """Ranges that this rank reads."""
 
     @property
     def own(self) -> "Runs":
-        """What this rank writes of it."""
+        """Return the runs that this rank writes."""
         values = [(start, run) for start, stop in self.written if (run := self.run(start, stop)) is not None]
         return Runs(self.shape, self.dtype, values, self.written)
 
     def fill(self, values: list[tuple[int, Tensor]]) -> bool:
-        """Take the wanted elements from runs in order; return whether all of them are there."""
+        """Copy the wanted elements from runs in order; return whether all were found."""
         given = Runs(self.shape, self.dtype, values)
         found = [(start, run) for start, stop in self.wanted if (run := given.run(start, stop)) is not None]
         if len(found) == len(self.wanted):
@@ -78,10 +78,9 @@ class PartedTensor(Tensor):
 
     runs: Runs
     shard: Shard
-    """What of it belongs into this rank's model: all of it, unless ranks of a node share the tensor."""
+    """The part of it in this rank's model: all of it, unless ranks of a node share the tensor."""
 
     def __new__(cls, runs: Runs, shard: Shard | None = None) -> "PartedTensor":
-        """Make the tensor."""
         self: PartedTensor = torch.Tensor._make_wrapper_subclass(cls, runs.shape, dtype=runs.dtype)
         self.runs = runs
         self.shard = shard or Shard(runs.shape, 0, runs.shape)
@@ -107,7 +106,9 @@ class PartedTensor(Tensor):
         return f"PartedTensor({tuple(self.shape)}, {self.dtype}, {len(self.runs.values)} runs)"
 
     def content(self) -> Tensor | None:
-        """Return what of it belongs into this rank's model, in its shape; None if this rank does not have all of it."""
+        """Return the part of it in this rank's model, in its shape; None if this rank does not have all of that
+        part.
+        """
         run = self.run(self.shard.offset, math.prod(self.shard.shape))
         return None if run is None else run.view(self.shard.shape)
 
@@ -116,7 +117,7 @@ class PartedTensor(Tensor):
         return self.runs.run(start, start + numel)
 
     def boxes(self) -> dict[tuple[int, ...], tuple["Box", bool]]:
-        """Return the boxes of all that this rank holds or reads by their offsets, and whether it writes each."""
+        """Return the boxes that this rank holds or reads, by their offsets, and whether it writes each."""
         held = [(start, start + run.numel()) for start, run in self.runs.values] or self.runs.wanted
         cuts = sorted({place for run in (*held, *self.runs.written) for place in run})
         found = {}
@@ -128,7 +129,7 @@ class PartedTensor(Tensor):
         return found
 
     def __create_write_items__(self, name: str, _: object) -> list[Any]:
-        """Return what this rank writes."""
+        """Return the boxes that this rank writes."""
         # Imported here because the checkpoint package takes a second, and most jobs do not need it.
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -145,7 +146,7 @@ class PartedTensor(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Return what this rank reads."""
+        """Return the boxes that this rank reads."""
         return [_chunk(box) for box, _ in self.boxes().values()]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
@@ -170,7 +171,6 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
         return math.prod(self.sizes)
 
 
@@ -196,7 +196,7 @@ def cover(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 def _within(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[Box]:
-    """Yield the boxes of a run that stays in row `index`."""
+    """Yield the boxes of a run within row `index`."""
     base = index * math.prod(shape[1:])
     for box in cover(shape[1:], start - base, stop - base) if start < stop else ():
         yield Box((index, *box.offsets), (1, *box.sizes), box.start + base)
@@ -209,12 +209,12 @@ def _chunk(box: Box) -> Any:
 
 
 class Shares:
-    """Which rank writes what: the runs that each owns, or would own if the optimizer were sharded.
+    """The runs that each rank writes: those it owns, or would own if the optimizer were sharded.
 
     Args:
-        layout: Of the job.
-        rank: Among those that the layout deals parameters to: of this node, where nodes hold shards.
-        everyone: This rank among all of the job, and their number; they share what all of them hold alike.
+        layout: The job's layout.
+        rank: This rank among the owners in the layout: the ranks of the node, if nodes hold shards.
+        everyone: This rank among all ranks of the job, and their number; they divide the values that all of them hold.
     """
 
     def __init__(self, layout: Layout, rank: int, everyone: tuple[int, int]) -> None:
@@ -232,7 +232,7 @@ class Shares:
             slot: The parameter.
             dtype: Dtype of the values.
             fragments: The values that this rank has, of the slot; None for a blank one.
-            everywhere: Whether a blank one wants all of the slot, or only what this rank owns.
+            everywhere: Whether a blank tensor wants all of the slot, or only this rank's own part.
         """
         owned = [(slot.offset + start, slot.offset + stop) for start, stop in self._owns(slot)]
         if fragments is None:
@@ -245,7 +245,7 @@ class Shares:
         return PartedTensor(runs, slot.shard)
 
     def uncut(self, value: Tensor, *, blank: bool, alike: bool) -> PartedTensor:
-        """Return a tensor of which this rank holds all, or its shard.
+        """Return a tensor that this rank holds completely, or as a shard.
 
         Args:
             value: Gives the shape, the dtype and, unless `blank`, the values.
@@ -261,7 +261,7 @@ class Shares:
         return _one_run(value, start, None if blank else local, written, shard)
 
     def held(self, shard: Shard, dtype: torch.dtype, values: Tensor | None) -> PartedTensor:
-        """Return a tensor of which this rank writes and reads its shard; values None gives a blank one."""
+        """Return a tensor whose shard this rank writes and reads; values of None give a blank tensor."""
         run = (shard.offset, shard.offset + math.prod(shard.shape))
         held = [] if values is None else [(shard.offset, values)]
         return PartedTensor(Runs(shard.whole_shape, dtype, held, [run], [run]), shard)
@@ -275,7 +275,7 @@ class Shares:
         return _one_run(like, 0, value, [(0, like.numel())] if is_first else [], None)
 
     def _owns(self, slot: Slot) -> Iterator[Range]:
-        """Yield which elements of a slot this rank owns; rank 0 has those that have none."""
+        """Yield the elements of a slot that this rank owns; rank 0 gets a slot without owned elements."""
         if not slot.numel and not self._owners[0]:
             yield 0, 0
         owned = self._owned.get(slot.set_index, [])
@@ -289,7 +289,7 @@ class Shares:
 def _one_run(
     like: Tensor, start: int, value: Tensor | None, written: list[Range], shard: Shard | None
 ) -> PartedTensor:
-    """Return a tensor of which this rank holds, or wants, one run."""
+    """Return a tensor with one run that this rank holds or wants."""
     numel = like.numel() if shard is None else math.prod(shard.shape)
     held = [] if value is None else [(start, value.detach().reshape(-1))]
     return PartedTensor(Runs(tuple(like.shape), like.dtype, held, written, [(start, start + numel)]), shard)

@@ -14,15 +14,14 @@ class Shard:
     """A run of a parameter's elements, in row-major order: some of its rows, all or none."""
 
     shape: tuple[int, ...]
-    """Of the shard."""
+    """Shape of the shard."""
     offset: int
     """First element in the whole parameter."""
     whole_shape: tuple[int, ...]
-    """Of the parameter."""
+    """Shape of the whole parameter."""
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[Any]:
-    """Return whether a tensor is a `DTensor`, of which every rank of a mesh holds a part."""
     # Importing the module takes half a second. A program that has a DTensor has already imported it.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
@@ -31,7 +30,8 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[Any]:
 def shard_of(tensor: Tensor) -> tuple[Tensor, Shard | None]:
     """Return what this rank holds of a tensor, in the tensor's own memory, and which part of it that is.
 
-    For an ordinary tensor that is the tensor, and None. A `DTensor` has to be cut by rows over a mesh of one dimension.
+    For an ordinary tensor this is the tensor and None. A `DTensor` must be sharded by rows over a mesh of one
+    dimension.
     """
     if not is_dtensor(tensor):
         return tensor, None
@@ -44,7 +44,9 @@ def shard_of(tensor: Tensor) -> tuple[Tensor, Shard | None]:
 
 
 def dealt_numel(tensor: Tensor) -> int:
-    """Return how many elements a tensor counts for where whole ones are dealt to owners: as many on all shards."""
+    """Return the number of elements for which a tensor counts when whole tensors are dealt to owners; equal on all
+    shards.
+    """
     if not is_dtensor(tensor):
         return tensor.numel()
     rows, *rest = tensor.shape
@@ -53,5 +55,5 @@ def dealt_numel(tensor: Tensor) -> int:
 
 
 def most_rows(rows: int, shards: int) -> int:
-    """Return how many rows the first shard has, as `torch.chunk` cuts; later ones may have fewer, or none."""
+    """Return the number of rows of the first shard, as `torch.chunk` cuts; later shards may have fewer or none."""
     return -(-rows // shards)

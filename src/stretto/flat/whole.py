@@ -1,4 +1,4 @@
-"""Where tensors are that may not be cut: whole, in slices that are as equal as they can be.
+"""The positions of tensors that may not be cut: each in one slice, with slices as equal as possible.
 
 Note [Whole tensors]
     Tensors come in the order in which their gradients arrive. A bucket takes them until it is full, and until its
@@ -15,21 +15,21 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 ALIGNMENT = 64
-"""Elements; a multiple of the widest vector unit times the unrolling of PyTorch's fused CPU optimizers."""
+"""Alignment in elements; a multiple of the widest vector unit times the unrolling of PyTorch's fused CPU optimizers."""
 _LONGEST = 1.1
-"""How much longer than the mean slice the longest one may be."""
+"""Largest ratio of the longest slice to the mean slice."""
 
 
 def place_whole(
     sizes: Sequence[int], numel_full: int, world_size: int, parts: int
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return where tensors start, each inside a slice, and start and length of every bucket.
+    """Return the start of every tensor, each within one slice, and start and length of every bucket.
 
     Args:
         sizes: Elements of every tensor, in order of arrival.
         numel_full: Elements at which a bucket is full.
-        world_size: Slices of a bucket.
-        parts: A part of all elements is enough to fill a bucket.
+        world_size: Number of slices of a bucket.
+        parts: A bucket is also full once it has one part of all elements, of so many.
     """
     padded = [round_up(numel, ALIGNMENT) for numel in sizes]
     numel_full = min(numel_full, -(-sum(padded) // parts))
@@ -79,7 +79,7 @@ def _longest(slices: Sequence[Sequence[int]], padded: Sequence[int]) -> int:
 
 
 def _is_even(members: Sequence[int], padded: Sequence[int], world_size: int) -> bool:
-    """Return whether the longest slice is little longer than the mean; slices of nothing are not."""
+    """Return whether the longest slice is little longer than the mean; empty slices are not even."""
     sizes = [padded[index] for index in members]
     allowed = _LONGEST * sum(sizes) / world_size
     if max(sizes, default=0) > allowed:  # what a single tensor decides need not be dealt

@@ -1,4 +1,4 @@
-"""Process groups: what every collective is, a rank alone, a launcher's, a slow link, the library's own."""
+"""Process groups: the table of collectives, a single rank, a launcher's ranks, a slow link, private groups."""
 
 from stretto.groups.answering import answering, answers
 from stretto.groups.collective_group import SoloGroup

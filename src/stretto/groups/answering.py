@@ -1,7 +1,7 @@
-"""An answer that says that a process runs, also while one long call keeps Python's lock: a thread of C++ gives it.
+"""A sign that a process runs, even while a long call holds Python's lock: a C++ thread answers.
 
 Every rank keeps an empty store. Its thread answers a ping while Python is busy, and stops with the process. Another
-rank asks in Python, with a time-out, because no call of a `TCPStore` has one.
+rank sends the ping from Python, with a timeout, because no call of a `TCPStore` has one.
 """
 
 import contextlib
@@ -15,14 +15,14 @@ _PING = struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 1)
 
 
 def answering(store: Store, host: str | None = None) -> tuple[TCPStore, str] | None:
-    """Begin to answer; None where this process has no address to do it at.
+    """Start to answer; None if this process has no address for it.
 
     Args:
-        store: Of the job.
-        host: Of this process, as others see it; None for the address from which it reaches the store.
+        store: The job's store.
+        host: This process's address for other ranks; None is the address from which it reaches the store.
 
     Returns:
-        What answers as long as it lives, and where, for `answers`.
+        The store, which answers while it exists, and its address, for `answers`.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store

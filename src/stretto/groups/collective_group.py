@@ -1,6 +1,6 @@
-"""A process group written in Python, and the one of a process alone.
+"""A process group written in Python, and the group of a single process.
 
-`CollectiveGroup` has every method of the table in `stretto.groups.collectives`, and each of them hands a `Call` to
+`CollectiveGroup` has every method of the table in `stretto.groups.collectives`, and each of them passes a `Call` to
 `perform`, the one method that a subclass writes. `SoloGroup` is a group of one rank: no network, no launcher, the same
 code path as many ranks.
 """
@@ -24,19 +24,17 @@ class CollectiveGroup(dist.ProcessGroup):
 
     Args:
         rank: This rank.
-        world_size: How many ranks there are.
-        name: The name in messages; torch gives its own where it makes the group.
-        description: What the group is for.
+        world_size: Number of ranks.
+        name: The name in messages; PyTorch sets its own if it makes the group.
+        description: Purpose of the group.
     """
 
     may_wait_again: bool = False
     """Whether a work stays valid after a wait that times out, as with Gloo. With NCCL such a wait ends the group, so
-    Stretto never waits with a timeout for a group that does not set this.
-    """
+    Stretto never waits with a timeout for a group that does not set this."""
     orders_streams: bool | None = None
     """Whether a wait without a timeout orders streams, and lets the host continue at once; None if the inner group
-    decides.
-    """
+    decides."""
 
     def __init__(self, rank: int, world_size: int, name: str = "", description: str = "") -> None:
         super().__init__(rank, world_size)  # type: ignore[call-arg]  # missing in torch's stub
@@ -64,7 +62,7 @@ class CollectiveGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> GroupName:
-        """The name by which torch's registry and messages know this group."""
+        """The name of this group in PyTorch's registry and in messages."""
         return self._name
 
     def _set_group_name(self, name: GroupName) -> None:
@@ -72,7 +70,7 @@ class CollectiveGroup(dist.ProcessGroup):
 
     @property
     def group_desc(self) -> str:
-        """What the group is for."""
+        """Purpose of the group."""
         return self._description
 
     def _set_group_desc(self, description: str) -> None:
@@ -119,7 +117,7 @@ class SoloGroup(CollectiveGroup):
     Shapes are checked as real groups check them, so that a mistake shows on one rank already.
 
     Raises:
-        CommunicationError: by a collective whose output does not fit its input.
+        CommunicationError: A collective's output does not fit its input.
     """
 
     may_wait_again = True
@@ -129,11 +127,11 @@ class SoloGroup(CollectiveGroup):
         self._store = HashStore()
 
     def private(self) -> "SoloGroup":
-        """Return a group of the same rank that shares nothing with this one."""
+        """Return another group of the same rank, which shares nothing with this group."""
         return SoloGroup()
 
     def perform(self, call: Call) -> dist.Work:
-        """Copy; splits, where given, are the whole first dimension."""
+        """Copy; splits, if given, cover the whole first dimension."""
         for splits, tensors in ((call.output_splits, call.outputs), (call.input_splits, call.inputs)):
             if splits and list(splits) != [tensors[0].shape[0]]:
                 raise CommunicationError(
@@ -157,15 +155,15 @@ class SoloGroup(CollectiveGroup):
         return "solo"
 
     def get_group_store(self) -> Store:
-        """A store in this process's memory."""
+        """Return a store in this process's memory."""
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Nothing ever waits."""
+        """Do nothing: nothing ever waits."""
 
 
 class CompletedWork(dist.Work):
-    """A collective that was over when it was issued."""
+    """A collective that is complete when it is issued."""
 
     def __init__(self, result: list[Any]) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""The table of collectives: what ranks do together, and how torch asks for it.
+"""The table of collectives, and of the methods by which PyTorch calls them.
 
-Torch asks a process group for a collective by a method, as in `group.broadcast([tensor], options)`. A group written in
-Python needs all these methods. They differ in the order of their arguments, and torch still calls some of them by an
-older name. All that is said here, once: an `Operation` is what ranks do together and how many bytes that takes; a row
-of `METHODS` is one way in which torch asks for it; a `Call` is one rank's call of it.
+PyTorch calls a method of the process group for each collective, as in `group.broadcast([tensor], options)`. A group
+written in Python needs all these methods. They differ in the order of their arguments, and PyTorch still calls some of
+them by an older name. This file lists them once: an `Operation` is a collective with its number of bytes; a row of
+`METHODS` is one method by which PyTorch calls it; a `Call` is one rank's call.
 
 Bytes follow the algorithms that Gloo runs. N is the world size. Only payload counts, no headers; divisions round down.
 """
@@ -19,24 +19,24 @@ from torch import Tensor
 from stretto.groups.scattering import scatter_of
 
 Pattern = Literal["ring", "direct"]
-"""Who sends to whom: every rank to the next one, or every rank to every other."""
+"""Which ranks send to which: each to the next one, or each to all others."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
-    """What ranks do together."""
+    """A collective."""
 
     name: str
-    """In counts, messages and traces."""
+    """Name in counts, messages and traces."""
     pattern: Pattern
     sent_bytes: Callable[["Call"], int]
     """Bytes that the calling rank sends."""
     reduces: bool = False
     """Whether the ranks' tensors are reduced, by `Call.reduction`."""
     has_root: bool = False
-    """Whether one rank, `Call.root`, has another part than the rest."""
+    """Whether one rank, `Call.root`, has a different part."""
     sized_by: Literal["inputs", "outputs"] = "inputs"
-    """The tensors that have the same sizes on all ranks. Of a scatter, only the root has inputs."""
+    """The tensors that have the same sizes on all ranks. In a scatter, only the root has inputs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,14 +46,14 @@ class Method:
     name: str
     operation: Operation
     arguments: tuple[str, ...]
-    """What comes before the options: `tensors` that are changed in place, or `outputs` and `inputs`, and the rows of an
-    all-to-all."""
+    """Arguments before the options: `tensors` that are changed in place, or `outputs` and `inputs`, and the rows of
+    an all-to-all."""
     aliases: tuple[str, ...] = ()
-    """Older names, which torch still calls."""
+    """Older names, which PyTorch still calls."""
     is_listed: bool = False
     """Whether the parts of different ranks are a list of tensors; otherwise they are parts of one tensor."""
     single: str = ""
-    """The argument that has to be one tensor, though torch passes it in a list."""
+    """The argument that must be one tensor, although PyTorch passes it in a list."""
 
     @property
     def is_in_place(self) -> bool:
@@ -66,27 +66,26 @@ class Call(NamedTuple):
 
     method: Method
     arguments: tuple[Any, ...]
-    """As torch passes them: those of `Method.arguments`, then options."""
+    """The arguments from PyTorch: those in `Method.arguments`, then options."""
     named: Mapping[str, Any]
     rank: int
     world_size: int
     inputs: list[Tensor]
-    """The tensors that are read, in one flat list; those that are written where a collective works in place."""
+    """The tensors to read, in one flat list; for a collective in place, the tensors to write."""
     outputs: list[Tensor]
-    """The tensors that are written, in one flat list."""
+    """The tensors to write, in one flat list."""
     output_splits: Sequence[int] = ()
     """Rows that come from each rank; empty for equal parts."""
     input_splits: Sequence[int] = ()
     """Rows that go to each rank; empty for equal parts."""
 
     def on(self, group: dist.ProcessGroup) -> dist.Work:
-        """Call the same on another group."""
+        """Make the same call on another group."""
         work: dist.Work = method_of(group, self.method.name)(*self.arguments, **self.named)
         return work
 
     @property
     def operation(self) -> Operation:
-        """What the ranks do together."""
         return self.method.operation
 
     @property
@@ -118,7 +117,7 @@ class Call(NamedTuple):
 
     @property
     def part_bytes(self) -> list[int]:
-        """Bytes that an all-to-all has for each rank."""
+        """Return the bytes of an all-to-all for each rank."""
         if self.method.is_listed:
             return [tensor.nbytes for tensor in self.inputs]
         (whole,) = self.inputs
@@ -133,7 +132,7 @@ class Call(NamedTuple):
 
     @property
     def _options(self) -> list[Any]:
-        """What follows the tensors and splits, but for a timeout."""
+        """Return the arguments after the tensors and splits, except for a timeout."""
         given = [*self.arguments[len(self.method.arguments) :], *self.named.values()]
         return [option for option in given if not isinstance(option, timedelta)]
 
@@ -142,44 +141,48 @@ class Call(NamedTuple):
 
 
 def all_reduce(size: int, world_size: int) -> int:
-    """Ring over a vector of `size` bytes: reduce-scatter, then all-gather, 2 (N-1)/N of it."""
+    """Return the bytes of a ring over a vector of `size` bytes: reduce-scatter, then all-gather, 2 (N-1)/N of it."""
     return 2 * (world_size - 1) * size // world_size
 
 
 def reduce_scatter(size: int, world_size: int) -> int:
-    """Of `size` input bytes. Gloo all-reduces the whole input and keeps one part: 2 (N-1)/N of it."""
+    """Return the bytes for `size` input bytes. Gloo all-reduces the whole input and keeps one part: 2 (N-1)/N of it."""
     return all_reduce(size, world_size)
 
 
 def all_gather(own: int, world_size: int) -> int:
-    """Ring: `own` bytes of every other rank but the next are passed on, N-1 times `own` in all."""
+    """Return the bytes of a ring that passes on `own` bytes of every rank except the next: N-1 times `own`."""
     return (world_size - 1) * own
 
 
 def all_to_all(parts: Sequence[int], rank: int) -> int:
-    """`parts[r]` bytes to every rank r but oneself."""
+    """Return the sum of `parts[r]` bytes over every other rank r."""
     return sum(parts) - parts[rank]
 
 
 def broadcast(size: int, rank: int, root: int, world_size: int) -> int:
-    """Binomial tree: in round i the ranks at a distance below 2^i from the root send `size` bytes 2^i further."""
+    """Return the bytes of a binomial tree: in round i the ranks at a distance below 2^i from the root send `size`
+    bytes 2^i further.
+    """
     distance = (rank - root) % world_size
     rounds = range((world_size - 1).bit_length())
     return size * sum(distance < 1 << i and distance + (1 << i) < world_size for i in rounds)
 
 
 def reduce(size: int, rank: int, root: int, world_size: int) -> int:
-    """Ring reduce-scatter, (N-1)/N of `size`; then every rank sends its 1/N to the root."""
+    """Return the bytes of a ring reduce-scatter, (N-1)/N of `size`, after which every rank sends its 1/N to the
+    root.
+    """
     return (world_size - 1) * size // world_size + (0 if rank == root else size // world_size)
 
 
 def gather(own: int, rank: int, root: int) -> int:
-    """`own` bytes to the root."""
+    """Return the `own` bytes that each rank sends to the root."""
     return 0 if rank == root else own
 
 
 def scatter(part: int, rank: int, root: int, world_size: int) -> int:
-    """`part` bytes from the root to every other rank."""
+    """Return the bytes that the root sends: `part` bytes to every other rank."""
     return (world_size - 1) * part if rank == root else 0
 
 
@@ -248,11 +251,11 @@ METHODS = (
 """Every collective of `torch.distributed.ProcessGroup`."""
 
 _OLDER = {method.name: method.aliases[0] for method in METHODS if method.aliases}
-"""What torch called some of them before version 2.13."""
+"""Older names of some methods, before PyTorch 2.13."""
 
 
 def method_of(group: dist.ProcessGroup, name: str) -> Callable[..., dist.Work]:
-    """Return the method of a group that is called `name` since PyTorch 2.13, also where the running one is older."""
+    """Return the method that PyTorch 2.13 calls `name`, also in older versions."""
     if name == "reduce_scatter_single" and (scatter := scatter_of(group)) is not None:
         return scatter
     method: Callable[..., dist.Work] = getattr(group, name if hasattr(group, name) else _OLDER[name])

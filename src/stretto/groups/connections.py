@@ -1,4 +1,4 @@
-"""The connections of a Gloo group: which are closed, and who was at their other end.
+"""The connections of a Gloo group: which are closed, and which rank was at their other end.
 
 Note [Closed without an error]
     When a connection ends, Gloo fails the transfers that are in flight on it, but forgets
@@ -25,15 +25,15 @@ class Connection:
     """One end of a TCP connection."""
 
     descriptor: int
-    """Of this process."""
+    """Descriptor in this process."""
     inode: int
-    """Of the socket: descriptors are given again, these are not."""
+    """Inode of the socket: unlike descriptors, inodes are not reused."""
     name: str
-    """The same at both ends, and of no other connection."""
+    """Name of the connection, the same at both ends and unique."""
     own: str
     """The address of this end, without its port."""
     other: str
-    """That of the other end."""
+    """The address of the other end."""
 
     @property
     def is_open(self) -> bool:
@@ -44,7 +44,7 @@ class Connection:
 
 
 def connections() -> set[Connection]:
-    """Return the TCP connections of this process; none where the system is not Linux."""
+    """Return the TCP connections of this process; empty on systems other than Linux."""
     found = set()
     for inode, descriptor, one in _own_sockets():
         with contextlib.suppress(OSError):  # not connected, or closed meanwhile
@@ -58,7 +58,7 @@ def connections() -> set[Connection]:
 
 
 def listens_at(port: int) -> bool:
-    """Return whether this process waits for connections at `port`; False where the system is not Linux."""
+    """Return whether this process listens at `port`; False on systems other than Linux."""
     return any(
         bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) and one.getsockname()[1] == port
         for _, _, one in _own_sockets()

@@ -1,4 +1,4 @@
-"""Deaths: the supervisor of a process writes them into the store of its job when the process has ended."""
+"""Deaths: when a process has ended, its supervisor writes this into the job's store."""
 
 from collections.abc import Mapping
 
@@ -8,21 +8,21 @@ _KEY = "stretto/deaths"
 
 
 def announce_death(store: Store, rank: int, how: str) -> None:
-    """Write how a rank has ended; ranks that wait for it read it at their next look.
+    """Write how a rank has ended; ranks that wait for it read this at their next check.
 
     Args:
-        store: What the job's ranks were given to meet at, or that of any group of the job.
-        rank: Of the default group, or the seat of a process that `survives` runs.
-        how: In one line.
+        store: The store that the job's ranks share, or the store of any group of the job.
+        rank: Rank in the default group, or the seat of a process that `survives` runs.
+        how: Description in one line.
     """
     _outermost(store).append(_KEY, f"{rank} {how.splitlines()[0]}\n")  # type: ignore[attr-defined]  # missing in torch's stub
 
 
 def deaths(store: Store) -> Mapping[int, str]:
-    """Return how ranks of the default group have ended, as far as somebody has written it.
+    """Return how ranks of the default group have ended, as far as the store records it.
 
     Args:
-        store: Of any group of the job.
+        store: The store of any group of the job.
     """
     given = _outermost(store)
     if not given.check([_KEY]):

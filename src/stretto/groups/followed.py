@@ -1,4 +1,4 @@
-"""A collective with a follow-up, which the first caller that asks for the result runs once."""
+"""A collective with a follow-up, which runs once, when the result is first requested."""
 
 import threading
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from torch.futures import Future
 
 
 class FollowedWork(dist.Work):
-    """A work of another group, and what follows it.
+    """A work of another group, with a follow-up.
 
     Args:
         work: The collective.
-        follow: Called once it is complete and somebody waits, before anybody sees its result.
-        outputs: What it returns; None is what `work` does.
+        follow: Called once the collective is complete and a caller waits, before any caller reads the result.
+        outputs: The result; None uses the work's result.
     """
 
     def __init__(self, work: dist.Work, follow: Callable[[], object], outputs: Any = None) -> None:
@@ -29,18 +29,17 @@ class FollowedWork(dist.Work):
         """Wait until the collective is complete; at most `timeout`, where it is not zero.
 
         Raises:
-            RuntimeError: It is not, within `timeout`; or it has failed.
+            RuntimeError: It is not complete within `timeout`, or it has failed.
         """
         self._work.wait(timeout)
         self._go_on()
         return True
 
     def is_completed(self) -> bool:
-        """Whether the collective is over."""
         return self._work.is_completed()
 
     def is_success(self) -> bool:
-        """Whether the collective is over and has not failed; what follows is no failure that a backend could see."""
+        """Whether the collective is complete and has not failed; the follow-up cannot fail it."""
         return self._work.is_success()
 
     def exception(self) -> Any:

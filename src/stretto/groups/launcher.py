@@ -1,4 +1,4 @@
-"""The environment variables that launchers set for every rank, and the process group that the ranks then make.
+"""The environment variables that launchers set for every rank, and the process group of these ranks.
 
 | variables | of torchrun and its like | of srun |
 |---|---|---|
@@ -21,25 +21,25 @@ from stretto.errors import CommunicationError, ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchedRank:
-    """Which of a launcher's ranks a process is."""
+    """The number of a process's rank under a launcher."""
 
     rank: int
-    """From 0."""
+    """This rank, from 0."""
     world_size: int
-    """How many ranks there are."""
+    """Number of ranks."""
     local_rank: int
     """Position among the ranks of this node."""
     local_world_size: int
-    """How many ranks this node has."""
+    """Number of ranks on this node."""
 
 
 def launched_rank(variables: Mapping[str, str]) -> LaunchedRank | None:
-    """Return which rank a launcher has made of this process; None where there is no launcher, or srun of one task.
+    """Return this process's rank under a launcher; None without a launcher, or under srun with one task.
 
     torchrun counts before srun, which may have started it.
 
     Raises:
-        ConfigError: A variable holds no number.
+        ConfigError: A variable is not a number.
     """
     try:
         if "RANK" in variables and "WORLD_SIZE" in variables:
@@ -66,23 +66,23 @@ def launched_rank(variables: Mapping[str, str]) -> LaunchedRank | None:
 
 
 def launched_per_node() -> int:
-    """Return how many ranks a launcher has started on this machine; 1 where there is no launcher.
+    """Return how many ranks a launcher has started on this machine; 1 without a launcher.
 
     Raises:
-        ConfigError: Its variables do not fit.
+        ConfigError: Its variables contradict each other.
     """
     launched = launched_rank(os.environ)
     return 1 if launched is None else launched.local_world_size
 
 
 def own_machine() -> str:
-    """Return a name for all processes that fail together with this one: its host, and which of a launcher's agents."""
+    """Return a name that is equal for all processes that fail together: the host and the launcher's agent."""
     node = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", ""))
     return f"{socket.gethostname()} {node}".rstrip()
 
 
 def own_rank() -> int:
-    """Return the rank of this process in the default group, or as a launcher says; 0 where it is alone.
+    """Return this process's rank in the default group, or else under a launcher; 0 for a single process.
 
     Raises:
         ConfigError: The variables of a launcher do not fit.
@@ -96,8 +96,8 @@ def own_rank() -> int:
 def local_device() -> torch.device:
     """Return the device of this rank, made the current one: under torchrun, srun, or alone.
 
-    Ranks of a node take its CUDA devices in order. Where a launcher shows each rank one device alone, that is its own;
-    where there is none, it is the processor.
+    Ranks of a node use its CUDA devices in order. If a launcher shows each rank only one device, the rank uses that;
+    without a CUDA device it uses the CPU.
 
     Raises:
         ConfigError: The node has CUDA devices, but fewer than ranks; or a launcher's variables do not fit.
@@ -120,15 +120,15 @@ def local_device() -> torch.device:
 
 
 def _shows_one(variables: Mapping[str, str]) -> bool:
-    """Return whether somebody has chosen a single device for this process."""
+    """Return whether only a single device is visible to this process."""
     return variables.get("CUDA_VISIBLE_DEVICES", "").count(",") == 0 and "CUDA_VISIBLE_DEVICES" in variables
 
 
 def told_place(rank: int | None, ranks: int | None) -> tuple[int, int]:
-    """Return the rank of this process and the number of ranks, as given, or else from a launcher.
+    """Return the given rank and number of ranks, or else those from a launcher.
 
     Raises:
-        ConfigError: Neither says it.
+        ConfigError: Neither gives them.
     """
     launched = launched_rank(os.environ)
     if launched is not None:
@@ -143,13 +143,13 @@ def told_place(rank: int | None, ranks: int | None) -> tuple[int, int]:
 
 
 def announce_rank(rank: int, world_size: int) -> None:
-    """Set the variables of torchrun in this process, for a library that looks for nothing else.
+    """Set torchrun's variables in this process, for a library that reads only these.
 
-    Where no launcher has started the ranks, they are all on this machine.
+    Without a launcher, all ranks are on this machine.
 
     Args:
-        rank: Of this process, from 0.
-        world_size: How many ranks there are.
+        rank: Rank of this process, from 0.
+        world_size: Number of ranks.
 
     Raises:
         ConfigError: The variables of a launcher do not fit.
@@ -161,7 +161,7 @@ def announce_rank(rank: int, world_size: int) -> None:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Read what srun writes as `2(x3),1`: three nodes with two tasks each and one with one."""
+    """Read srun's form `2(x3),1`: three nodes with two tasks each and one node with one."""
     counts: list[int] = []
     for part in text.split(","):
         tasks, _, times = part.rstrip(")").partition("(x")
@@ -170,10 +170,10 @@ def _tasks_per_node(text: str) -> list[int]:
 
 
 def meeting_point(rank: LaunchedRank, variables: Mapping[str, str]) -> tuple[str, int]:
-    """Return the address and port at which the ranks of a launcher meet.
+    """Return the address and port where the ranks of a launcher meet.
 
     Raises:
-        ConfigError: The launcher does not say it, or would bring ranks that it starts again to an old store.
+        ConfigError: The launcher does not give it, or would send restarted ranks to an old store.
     """
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in variables]
     if missing:
@@ -201,16 +201,16 @@ def is_hosted_by_agent(variables: Mapping[str, str]) -> bool:
 
 
 def join_launched_group(device: torch.device) -> None:
-    """Make the default process group, where a launcher has started this process as one of several ranks.
+    """Make the default process group, if a launcher has started this process as one of several ranks.
 
-    Nothing happens where there is a default group, or no launcher.
+    It does nothing if there is a default group or no launcher.
 
     Args:
-        device: Where the model lives: NCCL on CUDA, Gloo elsewhere.
+        device: Device of the model: NCCL for CUDA, otherwise Gloo.
 
     Raises:
-        ConfigError: What the launcher says is incomplete.
-        CommunicationError: The ranks did not find each other.
+        ConfigError: The launcher's variables are incomplete.
+        CommunicationError: The ranks did not connect.
     """
     if not dist.is_available() or dist.is_initialized():
         return

@@ -34,7 +34,7 @@ from stretto.groups.private import connections_of, opened_by
 from stretto.groups.wrapped import WrappedGroup, gloo_group
 
 MEET_SECONDS = 15.0
-"""How long the members of a new group may take to connect. It takes milliseconds, unless one of them has died."""
+"""Seconds that the members of a new group may take to connect. It takes milliseconds, unless one of them has died."""
 _SPARE = 8
 """Connections that other threads may have opened meanwhile."""
 _NAME_BYTES = 8
@@ -43,16 +43,16 @@ _LEAVES = "stretto-leave"
 
 
 class Leavable(Protocol):
-    """What a process can do with a group that it can leave."""
+    """The methods of a group that a process can leave."""
 
     @property
     def of_jobs(self) -> Sequence[dist.ProcessGroup]:
-        """The groups that were made of this one, the first one first."""
+        """The groups that were made from this group, the first one first."""
         ...
 
     @property
     def is_whole(self) -> bool:
-        """Whether no process is known to have left it."""
+        """Whether, as far as known, no process has left it."""
         ...
 
     def rank(self) -> int: ...
@@ -60,25 +60,25 @@ class Leavable(Protocol):
     def size(self) -> int: ...
 
     def leave(self) -> None:
-        """Leave this group and those made of it; nothing arrives any more. Every later call raises."""
+        """Leave this group and the groups made from it; nothing arrives afterwards. Every later call raises."""
         ...
 
 
 class LeavableGroup(WrappedGroup):
-    """Gloo over processes that a list names; torch's registries do not know it, unless they ask for it (`of_torch`).
+    """Gloo over the processes in a list; PyTorch's registries do not know it, unless they request it (`of_torch`).
 
-    Every process of the list makes it, with equal arguments but for `rank`.
+    Every process of the list makes it, with equal arguments except for `rank`.
 
     Args:
-        store: With a prefix that no other group has had.
-        names: Of the ranks in order, as their supervisor names them; None without a supervisor.
-        rank: Of this process in the list.
-        timeout_seconds: After which a collective fails.
-        address: Of this machine, where Gloo listens; None lets Gloo choose.
+        store: A store with a prefix that no other group has had.
+        names: The supervisor's names of the ranks in order; None without a supervisor.
+        rank: Index of this process in the list.
+        timeout_seconds: Seconds after which a collective fails.
+        address: Address of this machine where Gloo listens; None lets Gloo choose.
 
     Raises:
         PeerFailed: A rank has died, as its supervisor reports.
-        CommunicationError: Not all came within `MEET_SECONDS`.
+        CommunicationError: Not all ranks came within `MEET_SECONDS`.
     """
 
     may_wait_again = True
@@ -113,17 +113,17 @@ class LeavableGroup(WrappedGroup):
         self.names: Sequence[int] = tuple(name for name in names if name is not None)
         self._opened = opened
         self.timeout_seconds = timeout_seconds
-        """After which a collective fails."""
+        """Seconds after which a collective fails."""
         self._address = address
         self._others: list[LeavableGroup] = []
         self._known_to_torch: list[LeavableGroup] = []
 
     def private(self) -> "LeavableGroup":
-        """Return another group of its ranks; leaving this group also leaves it."""
+        """Return another group of the same ranks; leaving this group also leaves it."""
         return self.part(range(self.size()))
 
     def part(self, members: Sequence[int]) -> "LeavableGroup":
-        """Return a group of some of its ranks; leaving this group also leaves it; the other ranks need not call."""
+        """Return a group of some of the ranks; leaving this group also leaves it; other ranks need not call it."""
         store = part_store(self.get_group_store(), members, len(self._others))
         names = [self.names[member] for member in members]
         own = list(members).index(self.rank())
@@ -132,13 +132,13 @@ class LeavableGroup(WrappedGroup):
         return group
 
     def of_torch(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> "LeavableGroup":
-        """Return a group for torch's registries, which know its ranks; leaving this group also leaves it.
+        """Return a group for PyTorch's registries, which know its ranks; leaving this group also leaves it.
 
         Args:
-            store: With a prefix that no other group has had.
-            rank: Of this process in the group.
-            world_size: How many ranks the group has: all of this one's, or some.
-            timeout: After which a collective fails.
+            store: A store with a prefix that no other group has had.
+            rank: Rank of this process in the group.
+            world_size: Number of ranks of the group: all ranks of this group, or some.
+            timeout: Time after which a collective fails.
         """
         seconds = timeout.total_seconds()
         names = self.names if world_size == self.size() else [None] * world_size
@@ -148,7 +148,7 @@ class LeavableGroup(WrappedGroup):
 
     @property
     def of_jobs(self) -> Sequence["LeavableGroup"]:
-        """The groups that were made of this one, the first one first; except those of torch."""
+        """The groups that were made from this group, the first one first; except PyTorch's."""
         return self._others
 
     @property
@@ -162,7 +162,7 @@ class LeavableGroup(WrappedGroup):
             _shut(connection)
 
     def leave(self) -> None:
-        """Leave this group and those made of it; nothing arrives any more. Every later call raises."""
+        """Leave this group and the groups made from it; nothing arrives afterwards. Every later call raises."""
         for group in (*self._others, *self._known_to_torch):
             group.leave()
         self.abort()
@@ -173,7 +173,7 @@ class LeavableGroup(WrappedGroup):
 
 
 def await_left(seconds: float) -> None:
-    """Wait until the groups that this process has left are dropped, but no longer than that."""
+    """Wait until the left groups of this process are dropped, at most so many seconds."""
     deadline = time.monotonic() + seconds
     for thread in threading.enumerate():
         if thread.name == _LEAVES:
@@ -181,7 +181,7 @@ def await_left(seconds: float) -> None:
 
 
 def part_store(store: Store, members: Sequence[int], number: int) -> Store:
-    """Return the store of the group that was made as number `number`, from 0, of one that has `store`."""
+    """Return the store for part `number`, counted from 0, of the group with `store`."""
     over = hashlib.blake2b(repr(list(members)).encode(), digest_size=8).hexdigest()
     return PrefixStore(f"{over}.{number}", store)
 
@@ -207,7 +207,7 @@ class _LeftGroup(CollectiveGroup):
 
 
 def _shared(group: dist.ProcessGroup, within: timedelta) -> set[Connection]:
-    """Return those connections that were opened with `group` and that another rank has opened with it, too.
+    """Return the connections opened with `group` that another rank has also opened with it.
 
     Those alone are its own: another thread may have opened one meanwhile, to somebody else. It waits for all ranks.
     """
@@ -225,7 +225,7 @@ def _shared(group: dist.ProcessGroup, within: timedelta) -> set[Connection]:
 
 
 def _shut(connection: Connection) -> None:
-    """Shut both directions of a connection, if this process still has it."""
+    """Shut both directions of a connection, if this process still holds it."""
     with suppress(OSError):
         descriptor = os.dup(connection.descriptor)
         if os.fstat(descriptor).st_ino != connection.inode:  # given to something else meanwhile

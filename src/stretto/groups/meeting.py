@@ -1,4 +1,4 @@
-"""Ranks meet before they connect: each waits until all have come, and hears of it if one of them dies meanwhile.
+"""Ranks meet before they connect: each waits until all have come, and raises if one of them dies meanwhile.
 
 Note [Dead or late]
     While it connects, a backend waits for every rank until its time-out, for a dead rank as for a rank that still
@@ -29,17 +29,17 @@ T = TypeVar("T")
 
 _LONGEST_PAUSE_SECONDS = 0.25
 _ANSWER_SECONDS = 1.0
-"""How long an answer may take: four looks."""
+"""Longest time for an answer: four checks."""
 
 
 class Meeting:
-    """One rank's part in it.
+    """One rank's part in a meeting.
 
     Args:
-        store: For this meeting alone.
-        rank: Of this process in the new group.
-        ranks: Of the new group in order, as their supervisor names them; None without a supervisor.
-        timeout_seconds: How long the others may take to come.
+        store: A store for this meeting alone.
+        rank: Rank of this process in the new group.
+        ranks: The supervisor's names of the new group's ranks in order; None without a supervisor.
+        timeout_seconds: Seconds that the other ranks may take to come.
         watched: All connections of this process.
     """
 
@@ -58,15 +58,15 @@ class Meeting:
         self._timeout_seconds = timeout_seconds
         self._connections = set(watched)
         self._asked: dict[int, tuple[float, int]] = {}
-        """Of each rank that may be dead: when it has last answered, or was first asked, and how many answers it has
-        given."""
+        """For each rank that may be dead: the time of its last answer or of the first question, and its number of
+        answers."""
 
     def wait(self) -> None:
-        """Return once all have come.
+        """Return once all ranks have come.
 
         Raises:
             PeerFailed: One of them has died.
-            CommunicationError: Not all came in time.
+            CommunicationError: Not all ranks came in time.
         """
         names = sorted(connection.name for connection in self._connections)
         self._store.set(f"connections/{self._rank}", " ".join(names))
@@ -85,11 +85,11 @@ class Meeting:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def connect(self, make: Callable[[], T]) -> T:
-        """Return what `make` returns, which waits for the others on its own thread.
+        """Return the result of `make()`, which waits for the other ranks on its own thread.
 
         Raises:
             PeerFailed: One of them has died.
-            RuntimeError: What `make` raises.
+            RuntimeError: `make` raised it.
         """
         made: list[T] = []
         errors: list[BaseException] = []
@@ -120,7 +120,7 @@ class Meeting:
         return made[0]
 
     def _dead(self) -> dict[int, str]:
-        """Return ranks that are dead, and how it is known."""
+        """Return dead ranks, each with the evidence."""
         if self._store.check(["dead"]):
             return self._first_found({})
         died = {rank: how for rank, how in deaths(self._store).items() if rank in self._ranks}
@@ -139,7 +139,7 @@ class Meeting:
         return dict.fromkeys(silent, "its connections are closed")
 
     def _cut_off(self) -> list[int]:
-        """Return ranks in the meeting whose common connections with this rank are all closed."""
+        """Return ranks in the meeting whose connections with this rank are all closed."""
         if all(connection.is_open for connection in self._connections):
             return []
         watched = {connection.name for connection in self._connections}
@@ -157,7 +157,7 @@ class Meeting:
         return self._store.check([f"connections/{rank}"])
 
     def _first_found(self, dead: dict[int, str]) -> dict[int, str]:
-        """Write down which rank is dead, unless another rank has; return the written record."""
+        """Record a dead rank, unless another rank has; return the record."""
         found: dict[str, str] = json.loads(self._store.compare_set("dead", "", json.dumps(dead)))
         return {int(rank): how for rank, how in found.items()}
 

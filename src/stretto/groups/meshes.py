@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _BACKEND = "leavable"
-"""By which torch knows the default groups that are made here."""
+"""PyTorch's name of the backend of default groups that are made here."""
 
 
 def meshes_over(group: LeavableGroup, shards: int, device_type: str) -> "dict[str, DeviceMesh]":
@@ -35,16 +35,16 @@ def meshes_over(group: LeavableGroup, shards: int, device_type: str) -> "dict[st
 
     All ranks of `group` must call; they are numbered as it numbers them.
 
-    Torch's default group is made over the same ranks, and replaces one that this function made before.
+    It makes PyTorch's default group over the same ranks, which replaces an earlier one from this function.
 
     Args:
-        group: Not yet left.
-        shards: Ranks of a node, which follow each other.
+        group: A group that this process has not left.
+        shards: Number of consecutive ranks that form a node.
         device_type: The device of the tensors of collectives.
 
     Raises:
-        ConfigError: There is a default group that was not made here.
-        CommunicationError: Not all ranks came.
+        ConfigError: There is a default group from other code.
+        CommunicationError: Not all ranks called it.
     """
     from torch.distributed.device_mesh import DeviceMesh  # half a second to import
 
@@ -65,7 +65,7 @@ def meshes_over(group: LeavableGroup, shards: int, device_type: str) -> "dict[st
 
 
 def drop_default() -> None:
-    """Let torch forget the default group, and all that it has made of it, if it was made here."""
+    """Remove PyTorch's default group and all groups made from it, if this module made it."""
     if dist.is_initialized() and dist.get_backend() == _BACKEND:
         dist.destroy_process_group()
         gc.collect()  # a sharded model is in cycles; the next one would lie in memory beside it

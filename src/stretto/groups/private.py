@@ -1,4 +1,4 @@
-"""The library's own groups: no other code issues collectives on them, so results cannot be mixed up.
+"""Private groups of the library: no other code calls collectives on them, so results cannot be mixed up.
 
 Note [Names of groups]
     The ranks of a group find each other in the store under its name. Torch makes a name from how many groups the
@@ -34,18 +34,19 @@ def private_group(
 ) -> dist.ProcessGroup:
     """Return a new group over the ranks of `group`, over `ranks`, or over all ranks of the job.
 
-    Every rank of the new group must call, in the same order as its other private groups; ranks outside need not. See
+    Every rank of the new group must call it, in the same order as its other private groups; other ranks need not. See
     Note [Names of groups].
 
     Args:
-        group: A group to copy ranks and backend from. One that torch does not know (a virtual cluster's) must
-            offer `private()`, which returns its sibling.
+        group: A group whose ranks and backend are copied. A group that PyTorch does not know (such as a virtual
+            cluster's) must have `private()`, which returns a sibling.
         ranks: Global ranks, of the default group's backend.
-        timeout_seconds: After which a collective of the new group fails. A group with `private()` has its own.
+        timeout_seconds: Seconds after which a collective of the new group fails. A group with `private()` has its own
+            timeout.
 
     Raises:
-        ConfigError: contradictory arguments, or a rank that is not in the group or the job.
-        CommunicationError: not all ranks came.
+        ConfigError: Arguments contradict each other, or a rank is not in the group or the job.
+        CommunicationError: Not all ranks called it.
     """
     if ranks is not None and not (isinstance(ranks, Sequence) and all(isinstance(one, int) for one in ranks)):
         raise ConfigError(f"ranks={shown(ranks)}: expected numbers of ranks, as [0, 1]")
@@ -65,16 +66,16 @@ def private_group(
 
 
 def host_group(group: dist.ProcessGroup, timeout_seconds: float = 600.0) -> dist.ProcessGroup:
-    """Return a new group over the ranks of `group`, for tensors in the host's memory: over Gloo, where that is NCCL.
+    """Return a new group over the ranks of `group`, for tensors in the host's memory: over Gloo if `group` uses NCCL.
 
     Every rank must call, in the same order as its other private groups.
 
     Args:
-        group: Of a job.
-        timeout_seconds: After which a collective of the new group fails, as for `private_group`.
+        group: The group of a job.
+        timeout_seconds: Seconds after which a collective of the new group fails, as for `private_group`.
 
     Raises:
-        CommunicationError: Not all ranks came.
+        CommunicationError: Not all ranks called it.
     """
     ranks = _registered_ranks(group)
     if ranks is None or dist.get_backend(group) == dist.Backend.GLOO:
@@ -90,13 +91,14 @@ def part_of(
     Every member must call, in the same order as its other private groups; the other ranks need not.
 
     Args:
-        group: One that torch does not know must offer `part(members)`, which returns such a group.
-        members: Ranks as `group` numbers them, in rising order; this one among them.
-        timeout_seconds: After which a collective of the new group fails. A group with `part(members)` has its own.
+        group: A group; if PyTorch does not know it, it must have `part(members)`, which returns such a group.
+        members: Ranks as `group` numbers them, in rising order; including this rank.
+        timeout_seconds: Seconds after which a collective of the new group fails. A group with `part(members)` has its
+            own timeout.
 
     Raises:
-        ConfigError: The group can make none of a part of its ranks.
-        CommunicationError: Not all members came.
+        ConfigError: The group cannot make a group of some of its ranks.
+        CommunicationError: Not all members called it.
     """
     ranks = _registered_ranks(group)
     if ranks is not None:
@@ -107,7 +109,8 @@ def part_of(
 
 
 def ranks_of(group: dist.ProcessGroup) -> Sequence[int]:
-    """Return the ranks of a group in the default group, in its order; where torch does not know it, its own.
+    """Return the ranks of a group in the default group, in its order; if PyTorch does not know the group, its own
+    ranks.
 
     A group that says itself what its ranks are called has an attribute `names`, which one over it need not repeat.
     """
@@ -118,7 +121,7 @@ def ranks_of(group: dist.ProcessGroup) -> Sequence[int]:
 
 
 def release(group: dist.ProcessGroup) -> None:
-    """Destroy a private group; every one of its ranks calls it. Groups unknown to torch have nothing to release."""
+    """Destroy a private group; every one of its ranks calls it. It does nothing for groups unknown to PyTorch."""
     group = _innermost(group)
     if _registered_ranks(group) is not None:
         dist.destroy_process_group(group)
@@ -131,17 +134,18 @@ def _innermost(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 _MOST_RETIRED = 8
-"""Groups of ended jobs over the same ranks that are kept. On two ranks each has five descriptors and three threads."""
+"""Number of ended jobs' groups over the same ranks that are kept. On two ranks each has five descriptors and three
+threads."""
 _retired: list[dist.ProcessGroup] = []
-"""Of this process, like torch's own table of groups."""
+"""Retired groups of this process; a global, like PyTorch's own table of groups."""
 
 
 _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Connection]] = weakref.WeakKeyDictionary()
-"""What this process has opened while it made a group."""
+"""Connections that this process opened while it made each group."""
 
 
 def opened_by(make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
-    """Return the group that `make` makes, and note the connections that are opened meanwhile."""
+    """Return the group from `make`, and record the connections that are opened meanwhile."""
     before = connections()
     group = make()
     _opened[group] = connections() - before
@@ -149,14 +153,16 @@ def opened_by(make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
 
 
 def connections_of(group: dist.ProcessGroup) -> set[Connection]:
-    """Return the connections that were opened while a private group was made: its own, and perhaps some of others."""
+    """Return the connections that were opened while a private group was made; other threads may have opened some of
+    them.
+    """
     while group not in _opened and isinstance(group, WrappedGroup):
         group = group.inner
     return _opened.get(group, set())
 
 
 def retire(group: dist.ProcessGroup) -> None:
-    """Release the group of a job that has ended, but not at once: a job can be saved after its end.
+    """Release the group of an ended job, but not at once, because a job can be saved after its end.
 
     All ranks release their groups in the same order, after the same job. Groups unknown to torch have nothing to
     release.
@@ -167,7 +173,7 @@ def retire(group: dist.ProcessGroup) -> None:
 
 
 def _release_retired(ranks: Sequence[int]) -> None:
-    """Release retired groups over these ranks once there are many: all ranks do this at the same group."""
+    """Release the oldest retired groups over these ranks if there are many; all ranks do this at the same group."""
     known = {group: _registered_ranks(group) for group in _retired}
     ended = [group for group, over in known.items() if over == ranks]
     if len(ended) < _MOST_RETIRED:
@@ -190,7 +196,7 @@ def _sibling(group: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGr
 
 
 def _method(group: dist.ProcessGroup, call: str, returns: str) -> Callable[..., dist.ProcessGroup]:
-    """Return the method with which a group that torch does not know makes a further group."""
+    """Return the method by which a group that PyTorch does not know makes another group."""
     method = getattr(group, call.partition("(")[0], None)
     if method is None:
         raise ConfigError(
@@ -238,14 +244,14 @@ def _next_name(ranks: list[int], rank: int) -> str:
 def named_group(
     name: str, ranks: list[int], rank: int, backend: str, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Do the same as `dist.new_group` for the members of the group, under our name.
+    """Do the same as `dist.new_group` for the members of the group, under a given name.
 
     Args:
-        name: Of no other group that torch knows now.
-        ranks: Of the default group, in rising order.
-        rank: Of this process in the default group.
-        backend: Of the default group.
-        timeout: After which a collective fails.
+        name: A name that no other group in PyTorch has now.
+        ranks: Ranks in the default group, in rising order.
+        rank: Rank of this process in the default group.
+        backend: Backend of the default group.
+        timeout: Time after which a collective fails.
     """
     c10d = dist.distributed_c10d
     default, own = c10d._get_default_group(), ranks.index(rank)

@@ -1,4 +1,4 @@
-"""Gloo's reduce-scatter, with a work whose waits end in time.
+"""Gloo's reduce-scatter, with a work whose waits obey their timeout.
 
 Gloo all-reduces a copy of the whole input and keeps one part of it. Its work object neither reports when it is
 complete nor ends a wait at a timeout, so a wait for a stopped rank would never return. Here Stretto calls the
@@ -18,7 +18,7 @@ _MAIN_MEMORY = torch.device("cpu")
 
 
 def scatter_of(group: dist.ProcessGroup) -> Callable[..., dist.Work] | None:
-    """Return the reduce-scatter of a group of Gloo itself; None of any other group."""
+    """Return the reduce-scatter for a plain Gloo group; None for any other group."""
     if type(group) is not dist.ProcessGroup:
         return None
     try:
@@ -34,10 +34,10 @@ def _scatter(
     """Reduce `input` over the ranks of a Gloo group; the first wait writes this rank's part into `output`.
 
     Args:
-        group: Of Gloo itself.
+        group: A plain Gloo group.
         output: `(n, ...)`.
-        input: As many values for each rank, in their order; it is not changed.
-        options: With the reduction and the timeout; None sums.
+        input: Equally many values for each rank, in rank order; not changed.
+        options: Reduction and timeout; None sums.
     """
     chosen = dist.AllreduceOptions()
     if options is not None:

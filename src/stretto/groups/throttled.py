@@ -1,4 +1,4 @@
-"""Gloo behind a slow link: every collective completes as late as the link would let it, without burning CPU.
+"""Gloo behind a slow link: every collective completes as late as on that link, without using the CPU.
 
 A collective begins on the wire when every rank has entered it, which a barrier of the inner group shows, waits for
 earlier transfers, and is complete when its bytes have arrived and Gloo has really run it:
@@ -31,23 +31,23 @@ from stretto.link import Link
 def register_throttled(link: Link, name: str = "throttled", address: str | None = None) -> None:
     """Make `name` a backend of `torch.distributed`: Gloo on `link`, shared by all groups of this process.
 
-    To be called on every rank before `init_process_group(backend=name)`. Registering a name again replaces its
-    link for the groups made from then on.
+    Call it on every rank before `init_process_group(backend=name)`. If a name is registered again, the new link applies
+    to groups made afterwards.
 
     Args:
-        link: What the groups send over.
-        name: Of the backend.
-        address: Of this machine, where the groups listen; None lets Gloo choose.
+        link: The link of the groups.
+        name: Name of the backend.
+        address: Address of this machine where the groups listen; None lets Gloo choose.
 
     Raises:
-        ConfigError: `name` is a backend of torch's own.
+        ConfigError: PyTorch already has a backend of that name.
     """
     wire = Wire(link)
     register_over_gloo(name, lambda inner, store: ThrottledGroup(inner, store, wire, name), address)
 
 
 class ThrottledGroup(WrappedGroup):
-    """A process group over an inner one that delays completions by a wire's model and counts the sent bytes."""
+    """A process group over an inner one that delays completions by a model of the link and counts the sent bytes."""
 
     may_wait_again = True
 
@@ -74,7 +74,7 @@ class ThrottledGroup(WrappedGroup):
         return self._wire.link
 
     def perform(self, call: Call) -> dist.Work:
-        """Start it on the inner group, and let it complete when its bytes have arrived."""
+        """Start the call on the inner group, and complete it once its bytes have arrived."""
         sent_bytes = call.sent_bytes
         with self._counting:
             self._sent[call.operation.name] += sent_bytes
@@ -92,8 +92,8 @@ class ThrottledLeavable(ThrottledGroup):
     """A group that a process can leave (`LeavableGroup`), behind a link that all such groups of the process share.
 
     Args:
-        inner: That group.
-        wire: Of this process, for its whole life.
+        inner: The group.
+        wire: The link's wire, for the whole life of this process.
     """
 
     def __init__(self, inner: dist.ProcessGroup, wire: Wire) -> None:
@@ -111,8 +111,8 @@ class ThrottledLeavable(ThrottledGroup):
 class LateWork(dist.Work):
     """A collective that is complete once it has run *and* its bytes have had the time to arrive.
 
-    An error of the collective completes it at once. Torch's own work over a future refuses to wait with a timeout;
-    this one waits like Gloo's: a timeout raises, and the work stays valid, so that one may wait again.
+    An error of the collective completes it at once. PyTorch's own work over a future does not support a timeout; this
+    work behaves like Gloo's: a timeout raises, and the work stays valid, so that a caller may wait again.
     """
 
     def __init__(self, work: dist.Work) -> None:
@@ -129,7 +129,7 @@ class LateWork(dist.Work):
         self._result.add_done_callback(lambda result: self.after(result, self.advance))
 
     def after(self, future: Future[Any], then: Callable[[], None]) -> None:
-        """Call `then` unless the completed `future` holds an error, which ends this work."""
+        """Call `then` unless the completed `future` holds an error, which completes this work."""
         try:
             future.wait()
         except Exception as error:  # whatever it is, it belongs to whoever waits
@@ -138,7 +138,7 @@ class LateWork(dist.Work):
             then()
 
     def advance(self) -> None:
-        """One of the two things waited for has happened."""
+        """Note that either the collective has run or its bytes have arrived."""
         with self._count:
             self._ahead -= 1
             last = self._ahead == 0
@@ -162,8 +162,8 @@ class LateWork(dist.Work):
         """Wait until the collective is complete, or at most `timeout` where it is not zero.
 
         Raises:
-            CommunicationError: not complete within `timeout`.
-            RuntimeError: the collective failed; the backend's message.
+            CommunicationError: It is not complete within `timeout`.
+            RuntimeError: The collective failed; with the backend's message.
         """
         if not self._over.wait(timeout.total_seconds() or None):
             raise CommunicationError(
@@ -195,7 +195,7 @@ class LateWork(dist.Work):
 
 
 def _future(work: dist.Work) -> Future[Any]:
-    """Return the work's future, or one that a thread completes where torch has none.
+    """Return the work's future, or one that a thread completes if the work has none.
 
     Gloo's reduce-scatters have none: they copy their result out in `wait`.
     """

@@ -1,4 +1,4 @@
-"""The wire of one process that makes a slow link felt.
+"""The simulated wire of one process behind a slow link.
 
 A `Wire` carries one transmission after the other, in the order in which they begin.
 """
@@ -14,9 +14,9 @@ from stretto.link import Link
 class Wire:
     """Computes when bytes that were sent over a link arrive.
 
-    A transmission occupies the wire for  8 bytes / rate  seconds, from the moment the previous one is through, and
-    arrives `latency` later. Arrivals therefore keep the order of sending, and one thread that sleeps until the
-    next of them is all it takes: nothing polls.
+    A transmission occupies the wire for 8 bytes / rate seconds, starting when the previous one ends, and arrives
+    `latency` later. Arrivals therefore keep the order of sending, and one thread that sleeps until the next arrival is
+    enough: nothing polls.
     """
 
     def __init__(self, link: Link) -> None:
@@ -27,7 +27,7 @@ class Wire:
         self._courier: threading.Thread | None = None
 
     def send(self, sent_bytes: int, arrived: Callable[[], None]) -> None:
-        """Queue a transmission behind those before it; call `arrived` on the courier's thread, never early."""
+        """Queue a transmission; call `arrived` on the courier's thread once its bytes have arrived, never early."""
         with self._order:
             self._free_from = max(self._free_from, time.monotonic()) + self.link.occupied_seconds(sent_bytes)
             self._under_way.put((self._free_from + self.link.latency_seconds, arrived))

@@ -13,16 +13,16 @@ from stretto.groups.collectives import Call
 
 
 class WrappedGroup(CollectiveGroup):
-    """A process group whose collectives an inner group performs; a subclass says what happens around them.
+    """A process group whose collectives an inner group performs; a subclass adds code before and after them.
 
     Args:
-        inner: Performs them.
-        store: Of this group, with its own prefix; None for the inner group's.
+        inner: The group that performs the collectives.
+        store: The store of this group, with its own prefix; None for the inner group's.
         backend_name: The name under which the subclass is registered.
     """
 
     inner_device: torch.device | None = None
-    """The device of the inner group's tensors; None for the device of this group's."""
+    """The device of the inner group's tensors; None for the device of this group's tensors."""
 
     def __init__(self, inner: dist.ProcessGroup, store: Store | None, backend_name: str) -> None:
         super().__init__(inner.rank(), inner.size())
@@ -36,7 +36,7 @@ class WrappedGroup(CollectiveGroup):
         return self._inner
 
     def perform(self, call: Call) -> dist.Work:
-        """Let the inner group perform it."""
+        """Let the inner group perform the call."""
         return call.on(self._inner)
 
     def getBackendName(self) -> str:
@@ -63,12 +63,12 @@ class WrappedGroup(CollectiveGroup):
 def may_wait_again(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether a work stays valid after a wait that times out, so that a caller may wait again.
 
-    So it is with Gloo. On NCCL such a wait ends the group. Of other backends of torch nothing is known, so: no. Groups
-    that are written in Python say so by an attribute `may_wait_again`; without it: no.
+    True for Gloo. With NCCL such a wait ends the group. False for other backends, which are not known, and for groups
+    written in Python, unless they set an attribute `may_wait_again`.
 
     Args:
-        group: Performs the collectives.
-        device: Of their tensors.
+        group: The group that performs the collectives.
+        device: Device of their tensors.
     """
     if isinstance(group, WrappedGroup):
         return group.may_wait_again and may_wait_again(group.inner, group.inner_device or device)
@@ -80,12 +80,12 @@ def may_wait_again(group: dist.ProcessGroup, device: torch.device) -> bool:
 def orders_streams(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether a wait for a work orders streams, and the host continues at once.
 
-    So it is with NCCL: what the caller's stream is given afterwards comes after the collective. Groups that are written
-    in Python say so by an attribute `orders_streams`; one over another group leaves it to that, unless it has its own.
+    True for NCCL: work that the caller then queues on its stream runs after the collective. Groups written in Python
+    set an attribute `orders_streams`; a wrapped group uses the inner group's, unless it sets its own.
 
     Args:
-        group: Performs the collectives.
-        device: Of their tensors.
+        group: The group that performs the collectives.
+        device: Device of their tensors.
     """
     own: bool | None = getattr(group, "orders_streams", None)
     if own is not None:
@@ -98,15 +98,15 @@ def orders_streams(group: dist.ProcessGroup, device: torch.device) -> bool:
 def register_over_gloo(
     name: str, wrap: Callable[[dist.ProcessGroup, Store], WrappedGroup], address: str | None = None
 ) -> None:
-    """Make `name` a backend of `torch.distributed`: what `wrap` makes of a plain Gloo group and its store.
+    """Make `name` a backend of `torch.distributed`: the result of `wrap` for a plain Gloo group and its store.
 
     Args:
-        name: Of the backend.
+        name: Name of the backend.
         wrap: Called with the Gloo group and its store.
-        address: Of this machine, where Gloo listens; None lets Gloo choose.
+        address: Address of this machine where Gloo listens; None lets Gloo choose.
 
     Raises:
-        ConfigError: `name` is a backend of torch's own.
+        ConfigError: PyTorch already has a backend of that name.
     """
     if name in dist.Backend.backend_list and name.upper() not in dist.Backend._plugins:
         raise ConfigError(f"{name!r} is a backend of torch's own; choose another name for this one")
@@ -120,7 +120,7 @@ def register_over_gloo(
 def gloo_group(
     store: Store, rank: int, world_size: int, timeout: timedelta, address: str | None
 ) -> dist.ProcessGroup:
-    """Return a plain Gloo group of which torch's registries know nothing."""
+    """Return a plain Gloo group that is not in PyTorch's registries."""
     group = dist.ProcessGroup(store, rank, world_size)
     if address is None:
         gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout)

@@ -24,26 +24,26 @@ _log = logging.getLogger("stretto")
 
 
 class TrainerAccumulation:
-    """The micro-batches of a trainer's present accumulation.
+    """The micro-batches of a trainer's current accumulation.
 
     Args:
-        parallel: The job; an accumulation that is not cut short has its number of micro-batches.
+        parallel: The job; a complete accumulation has its number of micro-batches.
     """
 
     def __init__(self, parallel: DataParallel) -> None:
         self.parallel = parallel
         self.num_counted = 0
-        """Micro-batches of the present accumulation."""
+        """Micro-batches of the current accumulation."""
         self._weight = 0.0
-        """Of them together; a whole accumulation has 1."""
+        """Weight of these together; a complete accumulation has 1."""
         self._share: Tensor | None = None
-        """Of the accumulation's loss, brought by the present micro-batch."""
+        """Share of the accumulation's loss from the current micro-batch."""
 
     def backward(self, share: Tensor) -> None:
-        """Run a backward pass of the present micro-batch.
+        """Run a backward pass of the current micro-batch.
 
         Args:
-            share: What it adds to the rank's loss, which is the sum over the accumulation.
+            share: Its part of the rank's loss, which is the sum over the accumulation.
         """
         self.parallel.accumulate(share)
         brought = share.detach().reshape(())
@@ -55,12 +55,12 @@ class TrainerAccumulation:
         return self._share is not None
 
     def end_micro_batch(self, length: int, samples: int, *, is_last: bool) -> Update | None:
-        """Count the present micro-batch; return the update that was committed, if any.
+        """Count the current micro-batch; return the update that was committed, if any.
 
         Args:
-            length: Micro-batches by which the trainer divides.
-            samples: Of this one.
-            is_last: Whether the accumulation ends with it, so that it has the weight of all that are missing.
+            length: Number of micro-batches by which the trainer divides.
+            samples: Samples of this micro-batch.
+            is_last: Whether the accumulation ends with it, so that it gets the weight of all missing micro-batches.
         """
         weight = 1.0 - self._weight if is_last else 1.0 / length
         loss = None if self._share is None else self._share / weight
@@ -71,7 +71,7 @@ class TrainerAccumulation:
         return update
 
     def drop(self) -> list[Update]:
-        """Drop the counted micro-batches: the trainer ended the accumulation without a step; all ranks call.
+        """Drop the counted micro-batches: the trainer ended the accumulation without a step; all ranks call it.
 
         A round in flight (the first half of an update of `acco`) cannot be dropped: it becomes an update.
         """
@@ -98,7 +98,7 @@ class TrainerAccumulation:
             self.parallel.fail(error)
 
     def without_it(self) -> AbstractContextManager[None]:
-        """Return a context in which the job knows nothing of the present accumulation, so that it can be saved."""
+        """Return a context in which the job ignores the current accumulation, so that it can be saved."""
         compute = self.parallel.job.compute
         if not self.num_counted:
             return nullcontext()

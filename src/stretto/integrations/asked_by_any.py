@@ -1,4 +1,4 @@
-"""What a callback asks of the Trainer of transformers on one rank, all ranks do."""
+"""Makes all ranks follow a request that a callback makes to the Trainer of transformers on one rank."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,18 +9,18 @@ from stretto.integrations.refused import overrides
 
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 _HOOKS = ("on_substep_end", "on_step_end", "on_epoch_end", "on_evaluate", "on_save")
-"""In which all ranks are, and after which the Trainer looks at the flags."""
+"""Hooks that all ranks call, and after which the Trainer reads the flags."""
 
 
 class AskedByAny(TrainerCallback):
-    """Comes after all others; where one of them may ask for something, ranks agree on it right then.
+    """A callback after all others: if one of them may request something, all ranks agree on it at once.
 
-    A clock or a signal on one rank would have it enter a collective that the others do not enter. The callbacks of
-    transformers itself ask on all ranks alike, and cost nothing here.
+    Without it, a clock or a signal on one rank would make that rank enter a collective that the others do not enter.
+    The callbacks of transformers itself make equal requests on all ranks, and cost nothing here.
 
     Args:
-        callbacks: The Trainer's others.
-        by_rank: Returns the numbers of all ranks; all ranks call.
+        callbacks: The Trainer's other callbacks.
+        by_rank: Returns the numbers of all ranks; all ranks must call it.
     """
 
     def __init__(

@@ -6,10 +6,10 @@ from transformers import trainer_jit_checkpoint
 
 
 class JITCheckpointCallback(trainer_jit_checkpoint.JITCheckpointCallback):
-    """The Trainer's own, which saves at the end of a step, when a signal has reached any rank.
+    """The Trainer's own callback, which saves at the end of a step after a signal on any rank.
 
     Args:
-        stock: The one that the Trainer has made.
+        stock: The callback that the Trainer has made.
     """
 
     def __init__(self, stock: trainer_jit_checkpoint.JITCheckpointCallback) -> None:
@@ -22,7 +22,7 @@ class JITCheckpointCallback(trainer_jit_checkpoint.JITCheckpointCallback):
     on_pre_optimizer_step = on_step_begin
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Save if any rank was asked to."""
+        """Save if any rank has received the signal."""
         manager, trainer = self.jit_manager, self.trainer
         if manager is None or trainer is None:
             return

@@ -1,4 +1,4 @@
-"""`StrettoStrategy`: how Lightning's Trainer exchanges, on a job of this library.
+"""`StrettoStrategy`: Lightning's Trainer on a job of this library.
 
 Note [What stays Lightning's]
     Its loop, data, callbacks, logs and files; and ranks, devices and precision, as its DDP strategy has them. The
@@ -79,7 +79,7 @@ class StrettoStrategy(DDPStrategy):
     the page integrations says what differs.
 
     Args:
-        strategy: See `DataParallel`, as for the next three.
+        strategy: As in `DataParallel`, like the next three arguments.
         wire: Short for `Options(wire=...)`.
         guards: The guards of the job's values.
         options: All other options except `clip_norm`, which is the Trainer's `gradient_clip_val`.
@@ -106,9 +106,9 @@ class StrettoStrategy(DDPStrategy):
         self._start_job = functools.partial(DataParallel, strategy=strategy, wire=wire, guards=guards)
         self._options = Options() if options is None else options
         self._micro_batches = 1
-        """Of a whole accumulation."""
+        """Micro-batches of a complete accumulation."""
         self._taken: dict[str, object] = {}
-        """Of the Trainer: what the job was started with."""
+        """Settings of the Trainer with which the job was started."""
         self._accumulation: TrainerAccumulation | None = None
         self._is_running = False
         """Whether the job has neither finished nor failed."""
@@ -165,7 +165,7 @@ class StrettoStrategy(DDPStrategy):
             self._stand_in(trainer)
 
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:  # type: ignore[override]  # DDP returns its wrapper
-        """Return the model itself, where DDP wraps it."""
+        """Return the model itself; DDP would wrap it."""
         return model
 
     def _register_ddp_hooks(self) -> None:
@@ -188,7 +188,7 @@ class StrettoStrategy(DDPStrategy):
         self._job.finish()
 
     def drop_accumulation(self) -> None:
-        """Drop an accumulation that ends before its step; all ranks call."""
+        """Drop an accumulation that ends before its step; all ranks call it."""
         self._present.drop()
 
     def interrupt_job(self, exception: BaseException) -> None:
@@ -199,31 +199,31 @@ class StrettoStrategy(DDPStrategy):
             self._accumulation.end_job(exception)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Go back to normal, once all callbacks have heard of the exception."""
+        """Restore normal behaviour, once all callbacks have received the exception."""
         self._exception = None
         super().on_exception(exception)
 
     @property
     def _is_alone(self) -> bool:
-        """Whether other ranks may be elsewhere, because an exception has ended the job here."""
+        """Whether other ranks may be at another place, because an exception has ended the job here."""
         is_parted = self._exception is not None and self.parallel is not None
         return is_parted and not self._job.job.compute.lifetime.has_finished
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks, unless an exception has parted them."""
+        """Wait for all ranks, unless an exception has separated them."""
         if self._exception is None:
             self._meet()
             super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return rank `src`'s object, or this rank's own if an exception has parted them."""
+        """Return rank `src`'s object, or this rank's own if an exception has separated them."""
         if self._exception is not None:
             return obj
         self._meet()
         return super().broadcast(obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return what all or any ranks have decided, or this rank's own if an exception has parted them."""
+        """Return the decision of all or any ranks, or this rank's own if an exception has separated them."""
         if self._exception is not None:
             return decision
         self._meet()
@@ -235,12 +235,12 @@ class StrettoStrategy(DDPStrategy):
         return super().reduce(*args, **kwargs)
 
     def all_gather(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Gather what the module asks for."""
+        """Gather the module's values over ranks."""
         self._meet()
         return super().all_gather(*args, **kwargs)
 
     def by_rank(self, number: int) -> list[int]:
-        """Return every rank's number; all ranks call, and hear of one that has failed."""
+        """Return every rank's number; all ranks call it, and raise if one has failed."""
         purpose = "agreement on what any rank asks of the Trainer"
         return [found for (found,) in by_rank(self._job, [number], purpose)]
 
@@ -262,14 +262,14 @@ class StrettoStrategy(DDPStrategy):
         check_alike(self._job, {f"the number of batches of {what}": loop.max_batches})
 
     def _hear_signal(self) -> None:
-        """End if rank 0 has been sent SIGTERM, as Lightning does before each batch."""
+        """End if rank 0 has received SIGTERM, as Lightning does before each batch."""
         if self.by_rank(int(self._module.trainer.received_sigterm))[0]:
             with suppress(Exception):
                 dist.barrier()
             raise SIGTERMException
 
     def teardown(self) -> None:
-        """Give back what the job has borrowed."""
+        """Undo the job's changes to Lightning's objects."""
         self._validation.close()
         while self._stand_ins:
             self._stand_ins.pop().remove()
@@ -314,7 +314,7 @@ class StrettoStrategy(DDPStrategy):
     # One micro-batch
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step as a forward pass of the module, before which a round begins."""
+        """Run the module's training step as a forward pass of the module; the round begins before it."""
         if self._present.has_open_micro_batch:
             raise UsageError(
                 f"{type(self._module).__name__}.optimizer_step ran the closure of the previous batch and did "
@@ -352,7 +352,7 @@ class StrettoStrategy(DDPStrategy):
         return result
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Drop an accumulation that has not come to its step, as where the loader gave None for the last batch."""
+        """Drop an accumulation that did not reach its step, as when the loader gave None for the last batch."""
         check_unchanged(self._taken, taken_over(self._module.trainer), "fit()")
         if batch_idx % self._micro_batches == 0:
             self._present.drop()
@@ -360,13 +360,13 @@ class StrettoStrategy(DDPStrategy):
     # Validation and files
 
     def on_validation_start(self) -> None:
-        """Validate with the committed parameters."""
+        """Show the committed parameters for the validation."""
         if self.parallel is not None:
             self._land()
             self._validation.enter_context(self.parallel.settled())
 
     def on_validation_end(self) -> None:
-        """Show again the parameters from before the validation."""
+        """Show the parameters from before the validation again."""
         self._validation.close()
 
     def _land(self) -> None:
@@ -374,7 +374,7 @@ class StrettoStrategy(DDPStrategy):
             self._job.commit()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the committed parameters and the buffers; all ranks must call."""
+        """Return the committed parameters and the buffers; all ranks must call it."""
         if self.parallel is None or self._is_alone:
             return super().lightning_module_state_dict()
         self._land()
@@ -385,13 +385,13 @@ class StrettoStrategy(DDPStrategy):
             }
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Return nothing: see Note [Two parts of a checkpoint]."""
+        """Return an empty dictionary: see Note [Two parts of a checkpoint]."""
         return {} if self.parallel is not None else super().optimizer_state(optimizer)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Write Lightning's file, and the state of the job next to it; all ranks must call."""
+        """Write Lightning's file, and the state of the job next to it; all ranks must call it."""
         if self._is_alone:
             _log.warning(
                 "%s is not written: after %s ranks are apart", filepath, type(self._exception).__name__
@@ -403,7 +403,7 @@ class StrettoStrategy(DDPStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove both, unless their replacement could not be written."""
+        """Remove both, unless the new checkpoint could not be written."""
         if self._is_alone:
             return
         super().remove_checkpoint(filepath)
@@ -440,15 +440,15 @@ class _EndsJobFirst(known.Callback):
     """Ends the job before the other callbacks; see Note [Before other callbacks]."""
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Drop what the epoch has left of an accumulation."""
+        """Drop the rest of an accumulation at the epoch's end."""
         _strategy_of(trainer).drop_accumulation()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End it."""
+        """End the job."""
         _strategy_of(trainer).end_job()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """End it because of `exception`."""
+        """End the job because of `exception`."""
         _strategy_of(trainer).interrupt_job(exception)
 
 

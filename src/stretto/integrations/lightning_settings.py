@@ -1,4 +1,4 @@
-"""What of Lightning does not work with `StrettoStrategy`, found before the job starts."""
+"""Settings of Lightning that do not work with `StrettoStrategy`, checked before the job starts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,11 +29,11 @@ ALIKE = (
     "num_sanity_val_steps",
     "reload_dataloaders_every_n_epochs",
 )
-"""Of a Trainer: what decides when ranks meet. The job compares lengths of accumulations and clipping."""
+"""Settings of a Trainer that decide when ranks meet. The job compares lengths of accumulations and clipping."""
 
 
 def taken_over(trainer: Trainer) -> dict[str, object]:
-    """Return the settings that a job takes over when it starts; no clipping may be written as 0 or None."""
+    """Return the settings that a job takes over at its start; 0 and None both mean no clipping."""
     return {
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "gradient_clip_val": trainer.gradient_clip_val or None,
@@ -47,10 +47,10 @@ def callbacks_of(trainer: Trainer) -> list[Any]:
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise if an argument is for PyTorch's wrapper and changes what it does.
+    """Raise if an argument is for PyTorch's wrapper and changes its behaviour.
 
     Raises:
-        ConfigError: Names it.
+        ConfigError: An argument is; the message names it.
     """
     for_wrapper = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
     refused = {
@@ -65,7 +65,7 @@ def check_settings(trainer: Trainer, options: Options) -> None:
     """Raise if a setting of the Trainer or a hook of the model cannot work here.
 
     Raises:
-        ConfigError: Names it.
+        ConfigError: A setting or hook cannot work; the message names it.
     """
     module = trainer.lightning_module
     clips_values = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
@@ -91,12 +91,12 @@ def check_callbacks(trainer: Trainer, schedules: Sequence[Any], *, overlaps: boo
     """Raise if a callback, a schedule or a hook that looks at gradients cannot work here.
 
     Args:
-        trainer: Has the callbacks.
-        schedules: Of the optimizer.
+        trainer: The Trainer with the callbacks.
+        schedules: Schedules of the optimizer.
         overlaps: Whether an update is complete only after its step.
 
     Raises:
-        ConfigError: Names it.
+        ConfigError: One cannot work; the message names it.
     """
     refused = {type(one).__name__: reads_optimizer_state(one) for one in schedules}
     module = trainer.lightning_module

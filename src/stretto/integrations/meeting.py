@@ -17,12 +17,12 @@ from stretto.parallel import DataParallel
 
 
 def by_rank(parallel: DataParallel, numbers: Sequence[int], purpose: str) -> list[list[int]]:
-    """Return the numbers of each rank; all ranks call, with equally many. A job of one rank asks no other rank.
+    """Return the numbers of each rank; all ranks call it, with equally many. A job of one rank sends nothing.
 
     Args:
         parallel: The job, which has not ended.
-        numbers: Of this rank.
-        purpose: For messages.
+        numbers: Numbers of this rank.
+        purpose: Purpose, for messages.
 
     Raises:
         PeerFailed: A rank has raised an error, or died.
@@ -40,10 +40,11 @@ def by_rank(parallel: DataParallel, numbers: Sequence[int], purpose: str) -> lis
 
 
 def check_alike(parallel: DataParallel, settings: Mapping[str, object]) -> None:
-    """Raise if ranks differ in settings by which a trainer decides when they meet; all ranks call, with equal names.
+    """Raise if ranks differ in settings by which a trainer decides when they meet; all ranks call it, with equal names.
 
     Raises:
-        ConfigError: Names the first one. Ranks would wait for each other at different places.
+        ConfigError: They differ, so ranks would wait for each other at different places; the message names the first
+            setting.
     """
     own = [zlib.crc32(repr(value).encode()) for value in settings.values()]
     rows = by_rank(parallel, own, "the settings of the trainer")

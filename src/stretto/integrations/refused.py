@@ -1,4 +1,4 @@
-"""What an integration refuses, nearly all of it before its job starts, each in one line that says what to do."""
+"""Checks for settings that an integration cannot support; each raises a one-line error with the remedy."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ def refuse(who: str, settings: Mapping[str, tuple[bool, str]]) -> None:
         settings: By name, whether it is set, and the remedy.
 
     Raises:
-        ConfigError: Names the first that is set.
+        ConfigError: A setting is set; the message names the first.
     """
     for setting, (is_set, remedy) in settings.items():
         if is_set:
@@ -24,12 +24,12 @@ def check_unchanged(before: Mapping[str, object], now: Mapping[str, object], cal
     """Raise if a callback has changed a setting that the job took over when it started.
 
     Args:
-        before: What the job was started with, by name.
-        now: The same settings of the trainer as they are.
-        call: Of the trainer, for the message.
+        before: The settings at the start of the job, by name.
+        now: The trainer's current settings.
+        call: The trainer's call, for the message.
 
     Raises:
-        UsageError: Names the first that differs.
+        UsageError: A setting differs; the message names the first.
     """
     for name, value in before.items():
         if now[name] != value:
@@ -45,7 +45,7 @@ def overrides(instance: object, base: type, hook: str) -> bool:
 
 
 def reads_optimizer_state(scheduler: object) -> tuple[bool, str]:
-    """Return whether a schedule asks its optimizer for a state, which is empty during a job, and the remedy."""
+    """Return whether a schedule reads the optimizer's state, which is empty during a job, and the remedy."""
     names = {kind.__name__ for kind in type(scheduler).__mro__}
     remedy = "the job keeps the state of the optimizer; set a rate: Adafactor(lr=1e-3, relative_step=False)"
     return "AdafactorSchedule" in names, remedy

@@ -1,13 +1,14 @@
-"""What the module or a callback asks of Lightning's Trainer on one rank, all ranks do.
+"""Makes all ranks follow a stop that the module or a callback requests from Lightning's Trainer on one rank.
 
 Note [Where ranks agree]
     The loops of every rank read `should_stop` on that rank alone. After a clock or a signal on one rank, that rank
-    would end a loop in which the others wait for it. So ranks agree after each part of a loop in which code of the
-    user may have set it, before the loops look. On whether `on_train_batch_start` skips the rest of the epoch they
-    agree, too. Callbacks of Lightning itself ask on all ranks alike. If no other callback may ask, ranks do not meet.
+    would end a loop in which the others wait for it. So ranks agree after each part of a loop in which user code may
+    have set it, before the loops read it. They also agree on whether `on_train_batch_start` skips the rest of the
+    epoch. Callbacks of Lightning itself make equal requests on all ranks. If there is no other callback, ranks do not
+    meet.
 
-    With its answer each rank says at which part it is. Ranks at different parts have loaders of different
-    lengths, or one has left a loop by a StopIteration.
+    Each rank also sends the part of the loop that it is in. Ranks at different parts have loaders of different lengths,
+    or one has left a loop by a StopIteration.
 """
 
 import inspect
@@ -31,18 +32,18 @@ _PARTS = {
     ("fit_loop.epoch_loop.val_loop", "run"): "the end of a validation",
     ("fit_loop", "on_advance_end"): "the end of an epoch",
 }
-"""Of the loops, those with or after hooks, and their names in messages."""
+"""Parts of the loops that contain hooks or follow them, and their names in messages."""
 _SKIPS = "on_train_batch_start"
-"""Of a module: -1 skips the rest of the epoch."""
+"""Hook of a module that skips the rest of the epoch by returning -1."""
 _WHERE = (*_PARTS.values(), "the start of a batch")
 _OF_LIBRARIES = ("lightning", "stretto", "torch", "builtins", "typing", "abc")
 
 ByRank = Callable[[int], list[int]]
-"""Returns the numbers of all ranks; all ranks call."""
+"""Returns the numbers of all ranks; all ranks must call it."""
 
 
 def may_ask(module: LightningModule, callbacks: Sequence[object]) -> bool:
-    """Return whether code of the user's may set `should_stop`: a callback, or a module that names its trainer."""
+    """Return whether user code may set `should_stop`: a callback, or a module that refers to its trainer."""
     asks = (_is_users(type(one)) or isinstance(one, LambdaCallback) for one in callbacks)
     return any(asks) or any(map(_names_trainer, filter(_is_users, type(module).__mro__)))
 
@@ -52,7 +53,7 @@ def _is_users(kind: type) -> bool:
 
 
 def _names_trainer(kind: type) -> bool:
-    """Return whether a class names its trainer in its source, or in that of a function that was put on it."""
+    """Return whether a class refers to its trainer in its source, or in the source of a function attached to it."""
     parts: list[Any] = [kind, *filter(inspect.isfunction, vars(kind).values())]
     try:
         return any("trainer" in inspect.getsource(part) for part in parts)
@@ -61,11 +62,11 @@ def _names_trainer(kind: type) -> bool:
 
 
 class StoppedByAny:
-    """Makes all ranks agree to a stop that one of them asks for; see Note [Where ranks agree].
+    """Makes all ranks stop if one of them requests it; see Note [Where ranks agree].
 
     Args:
-        trainer: Whose loops look.
-        callbacks: Its own.
+        trainer: The Trainer with the loops.
+        callbacks: Its callbacks.
         by_rank: Returns the numbers of all ranks.
     """
 
@@ -87,17 +88,17 @@ class StoppedByAny:
             stands.remove()
 
     def _then_agree(self, part: Callable[..., Any], place: int, *args: Any) -> Any:
-        """Run a part of a loop, then stop on all ranks if one has asked for it."""
+        """Run a part of a loop, then stop on all ranks if one has requested it."""
         result = part(*args)
         self._trainer.should_stop = self._any_rank(self._trainer.should_stop, place)
         return result
 
     def _skip(self, hook: Callable[..., int | None], *args: Any) -> int | None:
-        """Run the hook, then skip the rest of the epoch on all ranks if one has asked for it."""
+        """Run the hook, then skip the rest of the epoch on all ranks if one has requested it."""
         return -1 if self._any_rank(hook(*args) == -1, len(_PARTS)) else None
 
     def _any_rank(self, says: bool, place: int) -> bool:
-        """Return whether any rank says so; all ranks call.
+        """Return whether `says` is true on any rank; all ranks must call it.
 
         Raises:
             UsageError: Ranks are not at the same place.

@@ -3,8 +3,8 @@
 Note [What stays the Trainer's]
     Its loop, losses, data, callbacks, logs and files. Two of its parts meet the job. The accelerator runs backward
     passes, here through the job, which counts a micro-batch after the Trainer's `training_step`, and reduces, clips,
-    and steps optimizer and schedule when an accumulation is full. The optimizer is a face: the Trainer steps it at
-    the end of an accumulation, when the job has done all that or has it in flight.
+    and steps optimizer and schedule when an accumulation is full. The Trainer's optimizer is a stand-in: the Trainer
+    steps it at the end of an accumulation, when the job has completed the update or has it in flight.
 
 Note [Where every update is complete]
     A strategy that overlaps commits an update after the Trainer has counted it. Where the Trainer evaluates or saves,
@@ -49,9 +49,9 @@ except ImportError as error:
     raise MissingExtra("transformers", "recipes", "StrettoTrainer") from error
 
 _OWN_STEPS = ("lomo", "layerwise", "schedule_free")
-"""In names of optimizers that step in the backward pass, or show other parameters than they train."""
+"""Parts of the names of optimizers that step in the backward pass, or show other parameters than they train."""
 _COLLECTIVES = ("gather", "pad_across_processes", "reduce", "wait_for_everyone")
-"""Of the accelerator."""
+"""Collective methods of the accelerator."""
 _ALIKE = (
     "average_tokens_across_devices",
     "include_num_input_tokens_seen",
@@ -67,7 +67,8 @@ _ALIKE = (
     "load_best_model_at_end",
     "prediction_loss_only",
 )
-"""Of the Trainer's arguments: what decides when ranks meet, with the number of steps and whether there are metrics."""
+"""Arguments of the Trainer that decide when ranks meet, in addition to the number of steps and whether there are
+metrics."""
 FOLDER = "stretto"
 """The folder in each `checkpoint-N` of the Trainer with the state of the job."""
 _log = logging.getLogger("stretto")
@@ -76,16 +77,16 @@ _log = logging.getLogger("stretto")
 class StrettoTrainer(transformers.Trainer):
     """A `transformers.Trainer` whose ranks exchange through `DataParallel`; the same numbers by default.
 
-    Starts as the Trainer does: under torchrun, or on one process. the page integrations says what differs.
+    It starts as the Trainer does: under torchrun, or on one process. the page integrations says what differs.
 
     Args:
-        args: Those of `transformers.Trainer`; `max_grad_norm` clips, and `gradient_accumulation_steps` are the
-            micro-batches of an update.
-        strategy: See `DataParallel`, as for the next three.
+        args: Arguments of `transformers.Trainer`; `max_grad_norm` clips, and `gradient_accumulation_steps` is the
+            number of micro-batches in an update.
+        strategy: As in `DataParallel`, like the next three arguments.
         wire: Short for `Options(wire=...)`.
-        guards: What watches over the job's values.
-        options: Everything else but `clip_norm`; None accepts unused parameters, as the Trainer does.
-        kwargs: Those of `transformers.Trainer`.
+        guards: The guards of the job's values.
+        options: All other options except `clip_norm`; None accepts unused parameters, as the Trainer does.
+        kwargs: Arguments of `transformers.Trainer`.
 
     Raises:
         ConfigError: A setting of the Trainer cannot work here.
@@ -111,7 +112,7 @@ class StrettoTrainer(transformers.Trainer):
         self._options = Options(allow_unused=True) if options is None else options
         self._accumulation: TrainerAccumulation | None = None
         self._taken: dict[str, object] = {}
-        """Of the arguments: what the job was started with."""
+        """Arguments with which the job was started."""
         super().__init__(*args, **kwargs)
         self.callback_handler.callbacks = [
             JITCheckpointCallback(one)
@@ -123,7 +124,7 @@ class StrettoTrainer(transformers.Trainer):
     # The job
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator, which wraps no model and leaves backward passes to the job."""
+        """Make the accelerator, which does not wrap the model; the job runs backward passes."""
         self._check_settings()
         super().create_accelerator_and_postprocess()
         self.accelerator.prepare_model = functools.partial(
@@ -141,7 +142,7 @@ class StrettoTrainer(transformers.Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Make the schedule of the optimizer itself."""
+        """Make the schedule for the real optimizer."""
         return super().create_scheduler(num_training_steps, getattr(self.optimizer, "optimizer", optimizer))
 
     def _prepare_for_training(
@@ -208,11 +209,11 @@ class StrettoTrainer(transformers.Trainer):
         return super()._finalize_training(*args)  # type: ignore[no-untyped-call]  # as above
 
     def by_rank(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of every rank; all ranks call, and hear of one that has failed."""
+        """Return the numbers of every rank; all ranks call it, and raise if one has failed."""
         return by_rank(self._job, numbers, "agreement on what any rank asks of the Trainer")
 
     def _once_met(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a collective of the Trainer's once ranks have met; see Note [A trainer's own collectives]."""
+        """Run a collective of the Trainer after ranks have met; see Note [A trainer's own collectives]."""
         self._meet()
         return collective(*args, **kwargs)
 
@@ -237,12 +238,14 @@ class StrettoTrainer(transformers.Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return the batches of an accumulation; none where the data end inside one that was to be full."""
+        """Return the batches of an accumulation; an empty list if the data end inside an accumulation that had to be
+        complete.
+        """
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         return ([], None) if len(batches) < num_batches else (batches, num_items)
 
     def _backward(self, loss: Tensor, **_: Any) -> None:
-        """Stand for `Accelerator.backward`.
+        """Replace `Accelerator.backward`.
 
         Args:
             loss: This micro-batch's share of the rank's loss, which is their sum: by micro-batches or by tokens. The
@@ -262,18 +265,18 @@ class StrettoTrainer(transformers.Trainer):
         super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]  # as above
 
     def _taken_over(self) -> dict[str, object]:
-        """Return the arguments that a job takes over when it starts."""
+        """Return the arguments that a job takes over at its start."""
         names = ("gradient_accumulation_steps", "max_grad_norm")
         return {name: getattr(self.args, name) for name in names}
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
-        """Leave it to the job, which clips before it steps."""
+        """Do nothing: the job clips before it steps."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float | None:
         return None if self.last_update is None else self.last_update.gradient_norm
 
     def _get_learning_rate(self) -> float:
-        """Return the rate of the Trainer's step: as its update used it, or will use it if it is still in flight."""
+        """Return the learning rate of the Trainer's step: the one its update used, or will use if it is in flight."""
         if self.last_update is not None and self._job.steps > self.state.global_step:
             return self.last_update.learning_rates[0]
         rate: float = super()._get_learning_rate()
@@ -303,7 +306,7 @@ class StrettoTrainer(transformers.Trainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate or predict with the committed parameters; all ranks must call."""
+        """Evaluate or predict with the committed parameters; all ranks must call it."""
         with self._settled():
             return super().evaluation_loop(*args, **kwargs)
 
@@ -315,7 +318,7 @@ class StrettoTrainer(transformers.Trainer):
         self._meet()  # so that a checkpoint is whole once any rank goes on
 
     def store_flos(self) -> None:
-        """Add up over ranks how much has been computed; all ranks must call."""
+        """Sum the amount of computation over ranks; all ranks must call it."""
         self._meet()
         super().store_flos()
 
@@ -330,7 +333,7 @@ class StrettoTrainer(transformers.Trainer):
         checkpoint.save(self._job, Path(output_dir) / FOLDER, extra=extra, keep=1)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Check what `_prepare_for_training` will load once the job is there."""
+        """Check the state that `_prepare_for_training` will load once the job exists."""
         if checkpoint is not None and not _folder_in(checkpoint).is_dir():
             raise CheckpointError(
                 f"{checkpoint}: expected a folder {FOLDER!r} with the state of a job, found none: resume from "
@@ -342,7 +345,7 @@ class StrettoTrainer(transformers.Trainer):
         """Raise if a setting of the Trainer cannot work here.
 
         Raises:
-            ConfigError: Names it.
+            ConfigError: A setting cannot work; the message names it.
         """
         args = self.args
         optimizer = transformers.training_args.OptimizerNames(args.optim).value
@@ -369,7 +372,7 @@ class StrettoTrainer(transformers.Trainer):
         """Raise if a callback or the schedule cannot work here.
 
         Raises:
-            ConfigError: Names it.
+            ConfigError: A callback or the schedule cannot work; the message names it.
         """
         remedy = "the job owns the gradients; read last_update.gradient_norm in on_step_end"
         refused = {
@@ -388,7 +391,7 @@ class _Face(AcceleratedOptimizer):  # type: ignore[misc]  # it has no types
     _is_accelerate_prepared = True
 
     def step(self, closure: Any = None) -> None:
-        """Do nothing: when the Trainer calls, the job has stepped, or will step when the update is complete."""
+        """Do nothing: the job has already stepped, or steps when the update is complete."""
 
     @property
     def step_was_skipped(self) -> bool:

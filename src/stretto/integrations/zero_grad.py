@@ -1,4 +1,4 @@
-"""Trainers call `zero_grad` after a step, when a job has zeroed its gradients and may hold those of the next update."""
+"""Replaces `zero_grad`, which trainers call after a step, when a job's gradients may belong to the next update."""
 
 from collections.abc import Iterable
 
@@ -11,14 +11,14 @@ Owner = nn.Module | torch.optim.Optimizer
 
 
 def disarm(owners: Iterable[Owner]) -> None:
-    """Let `zero_grad` of models and optimizers do nothing; copies of them have their own."""
+    """Replace `zero_grad` of models and optimizers by a function that does nothing; copies of them keep their own."""
     for owner in owners:
         arm([owner])
         MethodPatch(owner, "zero_grad", _leave_gradients)
 
 
 def arm(owners: Iterable[Owner]) -> None:
-    """Give them back their own."""
+    """Restore their `zero_grad`."""
     for owner in owners:
         stands = vars(owner).get("zero_grad")
         if isinstance(stands, MethodPatch):
@@ -26,4 +26,4 @@ def arm(owners: Iterable[Owner]) -> None:
 
 
 def _leave_gradients(set_to_none: bool = True) -> None:
-    """Stand for `zero_grad`."""
+    """Do nothing in place of `zero_grad`."""

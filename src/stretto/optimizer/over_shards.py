@@ -20,14 +20,14 @@ from stretto.optimizer.several import as_one, members_of
 
 
 class OverShards(torch.optim.Optimizer):
-    """Steps the whole tensors of which an optimizer's members are rows.
+    """Steps the whole tensors whose rows are an optimizer's members.
 
     Groups and state are held here, of this rank's tensors alone, and lent to the optimizer for a step.
 
     Args:
         inner: The optimizer.
         mesh: Returns a `DeviceMesh` of the node's ranks, of one dimension, whose group no other code uses during a
-            step. A function, because copies of an optimizer share it.
+            step. It is a function, because copies of an optimizer share it.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, mesh: Callable[[], Any]) -> None:
@@ -36,7 +36,7 @@ class OverShards(torch.optim.Optimizer):
         self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure, so no loss
-        """Step every tensor with a gradient; all ranks of the node must call, with the same tensors."""
+        """Step every tensor with a gradient; all ranks of the node must call it, with the same tensors."""
         rows = [one for group in self.param_groups for one in group["params"] if one.grad is not None]
         united = dict(zip(rows, self._united(rows), strict=True)) if rows else {}
         self.inner.param_groups = [
@@ -87,10 +87,10 @@ def over_shards(
     """Return an optimizer of the same settings that steps the tensors of some groups over the shards of a node.
 
     Args:
-        optimizer: The user's, or several as one.
-        whole: Indices of the groups whose tensors stay whole: all of a member's, or none.
-        group: Of the node's ranks, in the order of their rows.
-        device: Where the tensors are.
+        optimizer: The user's optimizer, or several joined to one.
+        whole: Indices of the groups whose tensors stay whole: all of a member's groups, or none.
+        group: The group of the node's ranks, in the order of their rows.
+        device: The device of the tensors.
     """
     from torch.distributed.device_mesh import DeviceMesh  # with `DTensor` half a second to import
 
@@ -109,14 +109,14 @@ def over_shards(
 
 
 def alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return what steps tensors of this rank alone, as the optimizer was before `over_shards`."""
+    """Return the optimizer before `over_shards`, which steps tensors of this rank alone."""
     members = [member.inner if isinstance(member, OverShards) else member for member in members_of(optimizer)]
     one: torch.optim.Optimizer = as_one(members)
     return one
 
 
 def _over(rows: Tensor, mesh: Any, shape: torch.Size) -> Any:
-    """Return a tensor of which every rank of `mesh` holds rows, over the memory of this rank's."""
+    """Return a tensor whose rows are distributed over `mesh`, over the memory of this rank's rows."""
     from torch.distributed.tensor import DTensor, Shard
 
     stride = torch.empty(shape, device="meta").stride()
@@ -124,13 +124,13 @@ def _over(rows: Tensor, mesh: Any, shape: torch.Size) -> Any:
 
 
 def _united_entry(value: Any, united: Any) -> Any:
-    """Return an entry of the state of rows as one of the whole tensor's."""
+    """Convert a state entry of rows to an entry of the whole tensor."""
     is_moment = isinstance(value, Tensor) and value.dim() and is_dtensor(united)
     return _over(value, united.device_mesh, united.shape) if is_moment else value
 
 
 def _own_entry(value: Any, united: Any) -> Any:
-    """Return an entry of the state of a whole tensor as one of this rank's rows."""
+    """Convert a state entry of a whole tensor to an entry of this rank's rows."""
     if not is_dtensor(value):
         return value
     return (value.redistribute(placements=united.placements) if value.dim() else value).to_local()

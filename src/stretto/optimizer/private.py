@@ -27,7 +27,7 @@ def rebuild(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]
     """Return a fresh optimizer of the same class, settings and plain attributes over other tensors.
 
     Args:
-        optimizer: The user's.
+        optimizer: The user's optimizer.
         groups: Tensors for each of its groups, in order; a group may be empty.
 
     Raises:
@@ -60,12 +60,14 @@ def rebuild(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]
 
 
 def is_elementwise(value: Any, parameter: Tensor) -> bool:
-    """Return whether an entry of the state of a flat `parameter` has one value per element, as a moment has."""
+    """Return whether a state entry of a flat `parameter` has one value per element, like a moment."""
     return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == parameter.numel()
 
 
 def wrapped_optimizer(wrapper: object) -> str | None:
-    """Return the attribute in which `wrapper` holds an optimizer, as Accelerate's and Fabric's do; None without one."""
+    """Return the name of the attribute in which `wrapper` holds an optimizer, as Accelerate's and Fabric's wrappers
+    do; None if there is none.
+    """
     for name in _WRAPPED:
         held = getattr(wrapper, name, None)
         if isinstance(held, torch.optim.Optimizer) and held is not wrapper:
@@ -85,7 +87,7 @@ def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def _take_attributes(
     rebuilt: torch.optim.Optimizer, optimizer: torch.optim.Optimizer, arguments: Sequence[str]
 ) -> None:
-    """Give `rebuilt` the settings that the user's optimizer keeps on itself and not in its groups.
+    """Copy to `rebuilt` the settings that the user's optimizer keeps on itself instead of in its groups.
 
     Attributes that are not plain data may depend on `arguments` of the constructor that were not passed again.
     """

@@ -1,8 +1,8 @@
 """Which optimizers may be sharded, and how.
 
-Tensors are cut where the class is known to work element by element, and stay whole otherwise. Whether owners of whole
-tensors may step them, a trial finds out: the optimizer trains a few small tensors twice, as a plain loop does and on
-owners, and every bit must agree. Names do not count there. Where bits differ, further trials show why.
+Tensors are cut if the class is known to work element by element, and stay whole otherwise. A trial shows whether owners
+may step whole tensors: the optimizer trains a few small tensors twice, in a plain loop and on owners, and every bit
+must agree. The class's name does not count there. If bits differ, further trials show why.
 """
 
 import functools
@@ -19,15 +19,16 @@ ELEMENT_WISE = (
     *(torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop),
     *(torch.optim.Rprop, torch.optim.ASGD),
 )
-"""Classes whose tensors may be cut. A trial cannot find others, because a rule may act on what training alone brings: a
-direction, a size, a time. Nor is a subclass one: it may do anything, unless it says `element_wise` itself."""
+"""Classes whose tensors may be cut. A trial cannot find others, because a rule may depend on values that only
+training brings: a direction, a size, a time. A subclass does not count unless it sets `element_wise` itself, because
+it may do anything."""
 
 
 def whole_groups(optimizer: torch.optim.Optimizer) -> frozenset[int]:
     """Return the groups whose tensors must stay whole, so that owners step as a plain loop does, to the bit.
 
     Args:
-        optimizer: The user's. Its class and settings are tried on other tensors; it is never stepped.
+        optimizer: The user's optimizer. Its class and settings are tried on other tensors; it is never stepped.
 
     Raises:
         UnsupportedOptimizer: The results differ in any case, or the optimizer cannot step tensors alone.
@@ -47,7 +48,7 @@ def whole_groups(optimizer: torch.optim.Optimizer) -> frozenset[int]:
 
 
 def _check_rule(optimizer: torch.optim.Optimizer, name: str) -> None:
-    """Raise unless owners of whole tensors step them as a plain loop does."""
+    """Raise unless owners that step whole tensors give the same result as a plain loop."""
     try:
         trial = Trial(optimizer)
         with (
@@ -67,7 +68,7 @@ def _check_rule(optimizer: torch.optim.Optimizer, name: str) -> None:
 
 
 def _check_kind(optimizer: torch.optim.Optimizer) -> None:
-    """Raise unless it is an optimizer, and one that has not stepped."""
+    """Raise unless it is an optimizer that has not stepped."""
     held = wrapped_optimizer(optimizer)
     if held is not None and _num_parameters(getattr(optimizer, held)) < _num_parameters(optimizer):
         inner = type(getattr(optimizer, held)).__name__
@@ -96,7 +97,7 @@ def _num_parameters(optimizer: object) -> int:
 
 
 def _check_calls(optimizer: torch.optim.Optimizer, name: str) -> None:
-    """Raise if something is to happen at the `step` of the user's own optimizer, which no job calls."""
+    """Raise if code is attached to the `step` of the user's own optimizer, which no job calls."""
     given = vars(optimizer)
     if any(given.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")):
         raise UnsupportedOptimizer(
@@ -111,7 +112,7 @@ def _check_calls(optimizer: torch.optim.Optimizer, name: str) -> None:
 
 
 class _Described:
-    """A trial that is equal to every other with the same description."""
+    """A trial that is equal to every trial with the same description."""
 
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
@@ -181,7 +182,7 @@ def _reason(trial: Trial) -> str | None:
 
 
 def _difference(trial: Trial, plain: PlainLoop) -> str:
-    """Return what makes owners differ from the plain loop."""
+    """Return why owners and a plain loop differ."""
     if not all(values.isfinite().all() for update in plain.history for values in update):
         return "with these settings values are not finite after a few steps; expected finite settings in param_groups"
     if plain.moved:

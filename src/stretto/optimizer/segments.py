@@ -1,4 +1,4 @@
-"""Which parts of parameters a rank owns, and the runs of them that a private optimizer sees as one tensor."""
+"""The parts of parameters that a rank owns, and the runs of them that a private optimizer sees as one tensor."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -30,7 +30,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """A run of one block's owned slices whose elements the optimizer treats alike."""
+    """A run of one block's owned slices whose elements the optimizer treats equally."""
 
     set_index: int
     block: int
@@ -40,11 +40,11 @@ class Segment:
     pieces: tuple[Piece, ...]
     """Parts of parameters in the run, in order."""
     start: int
-    """First element within the set's owned slices, side by side."""
+    """First element within the set's owned slices."""
     stop: int
-    """One past the last element within them; with padding, but for a whole tensor."""
+    """One past the last element within them; with padding, except for a whole tensor."""
     master: Tensor
-    """View of the masters; what the private optimizer steps. `(stop - start,)`, or the shape of a whole tensor."""
+    """View of the masters that the private optimizer steps; `(stop - start,)`, or the shape of a whole tensor."""
 
 
 def owned_pieces(owned: Owned) -> Iterator[Piece]:
@@ -77,10 +77,10 @@ def cut_segments(
     """Cut the owned pieces into as few segments as blocks, groups and whole tensors allow, block after block.
 
     Args:
-        pieces: All that the rank owns.
-        owned: Where they are.
+        pieces: All pieces that the rank owns.
+        owned: Their positions.
         masters: Their values.
-        kind: Pieces for which it differs are not in one segment.
+        kind: Pieces with different values of it are in different segments.
     """
 
     def place(piece: Piece) -> tuple[int, int]:

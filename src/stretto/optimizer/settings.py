@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 Hyperparameters = list[dict[str, Any]]
-"""Per parameter group, every entry but the parameters."""
+"""Per parameter group, every entry except the parameters."""
 
 
 def read_hyperparameters(optimizer: torch.optim.Optimizer) -> Hyperparameters:
-    """Return the present settings that schedulers and users may change, as copies."""
+    """Return copies of the current settings that schedulers and users may change."""
     return [
         {key: by_value(value) for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
@@ -23,7 +23,7 @@ def read_hyperparameters(optimizer: torch.optim.Optimizer) -> Hyperparameters:
 
 
 def learning_rate(group: Mapping[str, Any]) -> float:
-    """Return the learning rate of a parameter group; nan where its optimizer has none, or finds it alone."""
+    """Return the learning rate of a parameter group; NaN if its optimizer has none, or adapts it itself."""
     return math.nan if group.get("lr") is None else float(group["lr"])
 
 

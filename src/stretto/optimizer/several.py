@@ -11,7 +11,7 @@ from stretto.errors import UnsupportedOptimizer
 
 
 class Several(torch.optim.Optimizer):
-    """Optimizers that step one after the other, as one whose groups are theirs, in order.
+    """Optimizers that step one after the other, as one optimizer with all their groups in order.
 
     The groups are the members' own dictionaries, so that a change of a member's settings acts here. Groups and state
     are held here, and lent to a member for its step.
@@ -76,17 +76,16 @@ class SeveralSchedulers:
             member.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all members."""
         return {"members": [member.state_dict() for member in self.members]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Continue from the result of `state_dict`."""
         for member, saved in zip(self.members, state["members"], strict=True):
             member.load_state_dict(saved)
 
 
 def as_one(given: Any) -> Any:
-    """Return an optimizer for a sequence of them; anything else, as yet unchecked, unchanged.
+    """Return one optimizer for a sequence of optimizers; return any other argument unchanged and unchecked.
 
     Raises:
         UnsupportedOptimizer: The sequence is empty or holds something else, or a parameter is in two of them.
@@ -102,10 +101,9 @@ def as_one(given: Any) -> Any:
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the optimizers that it is made of: itself, if it is not several."""
+    """Return the optimizers that it joins, or only itself."""
     return optimizer.members if isinstance(optimizer, Several) else (optimizer,)
 
 
 def name_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return the names of its classes."""
     return " and ".join(type(member).__name__ for member in members_of(optimizer))

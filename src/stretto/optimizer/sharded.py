@@ -19,9 +19,10 @@ from stretto.optimizer.segments import Piece, Segment, cut_segments, owned_piece
 from stretto.optimizer.settings import Hyperparameters, by_value, read_hyperparameters
 
 _BLOCK = 2**16
-"""Elements of a sum that are widened at a time, on a processor: they stay in its cache."""
+"""Elements of a sum that are widened at a time on a CPU, so that they stay in its cache."""
 _DEVICE_BLOCK = 2**22
-"""On a device, which copies what it widens: 32 MiB, and a few launches for every 4 million elements."""
+"""Elements that are widened at a time on a device, which copies them: 32 MiB, and a few launches per 4 million
+elements."""
 
 
 class ReducedGradient:
@@ -35,20 +36,20 @@ class ReducedGradient:
 
     def __init__(self, sums: Slices, weight: float, norm_squared: float, used: bytes) -> None:
         self.sums = sums
-        """At least float32, over this rank's owned slices."""
+        """Sums, at least float32, over this rank's owned slices."""
         self.weight = weight
-        """Σ w over ranks; zero means that no rank contributed."""
+        """Σ w over ranks; zero if no rank contributed."""
         self.norm_squared: float | None = norm_squared
         """Squared 2-norm of the whole sum; None until measured."""
         self.used = used
-        """One byte per parameter slot: did any rank's micro-batch use it?"""
+        """One byte per parameter slot: whether any rank's micro-batch used it."""
         self.parts: tuple[ReducedGradient, ...] = ()
-        """The two that it is the sum of, until `merge`; none otherwise."""
+        """The two gradients that it sums, until `merge`; otherwise empty."""
         self._spent = False
         self._scale: float | None = None
 
     def __add__(self, other: "ReducedGradient") -> "ReducedGradient":
-        """Return the sum; it takes over the storage of `other` once `merge` is called."""
+        """Return the sum, which takes over the storage of `other` in `merge`."""
         used = (int.from_bytes(self.used) | int.from_bytes(other.used)).to_bytes(len(self.used))
         total = ReducedGradient(other.sums, self.weight + other.weight, 0.0, used)
         total.norm_squared = None
@@ -61,7 +62,7 @@ class ReducedGradient:
         self.used = bytes(len(self.used))
 
     def forget_norm(self) -> None:
-        """Let the norm be measured again: the values have changed."""
+        """Drop the measured norm, because the values have changed."""
         self.norm_squared = None
 
     def merge(self) -> None:
@@ -98,14 +99,14 @@ class ReducedGradient:
             self._scale = clip
 
     def part(self, segment: Segment) -> Tensor | None:
-        """Return the sums over one segment; None if no rank's micro-batch used its parameters."""
+        """Return the sums of one segment; None if no rank's micro-batch used its parameters."""
         if not self.used[segment.pieces[0].slot.index]:
             return None
         flat = self.sums.flats[segment.set_index]
         return flat[segment.start : segment.stop].view(segment.master.shape)
 
     def mean_of(self, block: Block, clip: float) -> Tensor:
-        """Return the mean of one block of the sums; a copy unless `become_mean` has been there already."""
+        """Return the mean of one block of the sums; a copy, unless `become_mean` was called before."""
         part = inside(self.sums, block)
         if self._scale is not None:
             return part
@@ -145,13 +146,13 @@ def squared_norm(sums: Slices) -> Tensor:
 
 
 class ShardedOptimizer:
-    """Holds and steps the slices that one rank owns (all of them where the optimizer is replicated).
+    """Holds and steps the slices that one rank owns (all slices if the optimizer is replicated).
 
-    Memory, per owned element: 4 bytes of master, what the optimizer's state takes, and for a `preview` both
-    once more for one block.
+    Memory, per owned element: 4 bytes of master, the optimizer's state, and for a `preview` both once more for one
+    block.
 
-    A tensor that may not be cut is its own segment, in its shape and contiguous, so the optimizer sees what a
-    plain loop shows it; its state is kept as the optimizer keeps it.
+    A tensor that may not be cut is a segment in its shape and contiguous, so the optimizer sees it as in a plain loop;
+    its state is unchanged.
 
     Note [Unused parameters]
         Stock optimizers skip a parameter without gradient: no decay, no momentum, no step count. A zero in the flat
@@ -172,22 +173,22 @@ class ShardedOptimizer:
         self.owned = Owned(layout, rank, num_owners)
         self.ranges = self.owned.ranges
         self.numel = self.owned.numel
-        """Elements that this rank owns, padding included."""
+        """Number of elements that this rank owns, including padding."""
         self.masters = self.owned.new()
         self.pieces = list(owned_pieces(self.owned))
         self.adopt(parameters)
         self.segments = cut_segments(self.pieces, self.owned, self.masters)
-        """Block after block."""
+        """Segments, block after block."""
         num_groups = len(optimizer.param_groups)
         self.optimizer = rebuild(
             optimizer, [[s.master for s in self.segments if s.group == index] for index in range(num_groups)]
         )
         self._ghost = rebuild(optimizer, [[] for _ in range(num_groups)])
         self._turned: Hyperparameters = []
-        """The user's settings at the last step or preview; none before the first."""
+        """The user's settings at the last step or preview; empty before the first."""
 
     def adopt(self, parameters: Sequence[Tensor]) -> None:
-        """Copy the parameters' present values into the masters."""
+        """Copy the parameters' current values into the masters."""
         flats = [parameter.detach().reshape(-1) for parameter in parameters]
         places = [self.values(self.masters, piece) for piece in self.pieces]
         values = [flats[one.slot.index][one.offset : one.offset + one.numel] for one in self.pieces]
@@ -219,7 +220,7 @@ class ShardedOptimizer:
         clip: float,
         flats: Sequence[Tensor],
     ) -> None:
-        """Publish into `flats` the values that `step` would give.
+        """Publish into `flats` the values that `step` would produce.
 
         The optimizer steps copies, all segments of a block at once, so that nothing has to be undone. No trace remains,
         even if the step creates state for the first time or raises.
@@ -238,7 +239,7 @@ class ShardedOptimizer:
                 published.copy_(ghost.view(published.shape))
 
     def take_segments(self, segments: list[Segment]) -> None:
-        """Work with `segments`, which hold the same masters, cut in another way."""
+        """Replace the segments by `segments`, which hold the same masters, cut in another way."""
         self.segments = segments
 
     def publish(self, flats: Sequence[Tensor], values: Slices | None = None) -> None:
@@ -252,7 +253,7 @@ class ShardedOptimizer:
         return tensors[piece.bucket][piece.start : piece.start + piece.numel]
 
     def changes(self) -> Hyperparameters:
-        """Return what steps have changed in each parameter group, such as a count, by value."""
+        """Return copies of the entries of each parameter group that steps have changed, such as a count."""
         return [
             {
                 key: value
@@ -263,11 +264,15 @@ class ShardedOptimizer:
         ]
 
     def forget_settings(self) -> None:
-        """Take every entry of the parameter groups from the user's at the next step: a checkpoint has set these."""
+        """Let the next step take every entry of the parameter groups from the user's groups, because a checkpoint
+        has set them.
+        """
         self._turned = []
 
     def _turn(self, hyperparameters: Hyperparameters) -> None:
-        """Set what the user has set since the last time; what steps have changed stays, as in a plain loop."""
+        """Apply the settings that the user has changed since the last time; changes by steps stay, as in a plain
+        loop.
+        """
         for index, (group, settings) in enumerate(
             zip(self.optimizer.param_groups, hyperparameters, strict=True)
         ):
@@ -331,7 +336,7 @@ class ShardedOptimizer:
                 self._replace(segment, [segment_of(list(run), self.owned, self.masters) for _, run in runs])
 
     def _replace(self, segment: Segment, parts: list[Segment]) -> None:
-        """Let `parts` take the place, the state and the group membership of `segment`."""
+        """Replace `segment` by `parts`, with its state and its group."""
         state = self.optimizer.state.pop(segment.master, {})
         for part in parts:
             low, high = part.start - segment.start, part.stop - segment.start
@@ -364,5 +369,5 @@ def _within(flats: Sequence[Tensor], block: Block) -> Tensor:
 
 
 def _cut(value: Any, master: Tensor, low: int, high: int) -> Any:
-    """Return the share of one state entry: element-wise tensors are cut, step counts are copied."""
+    """Return a part of one state entry: element-wise tensors are cut, step counts are copied."""
     return value[low:high].clone() if is_elementwise(value, master) else by_value(value)

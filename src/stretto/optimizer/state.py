@@ -45,10 +45,10 @@ def piece_states(owner: ShardedOptimizer) -> Iterator[tuple[Piece, PieceState]]:
 
 
 class StateKinds:
-    """State of the kind that one step would give a piece of a parameter, found out by stepping probes.
+    """The kind of state that one step would create for a piece of a parameter, found by stepping probes.
 
     Args:
-        owner: Whose optimizer.
+        owner: The optimizer's owner.
     """
 
     def __init__(self, owner: ShardedOptimizer) -> None:
@@ -56,7 +56,7 @@ class StateKinds:
         self._found: dict[tuple[int, int, tuple[int, ...]], PieceState] = {}
 
     def of(self, slot: Slot) -> PieceState:
-        """Return meaningless values under the optimizer's keys; those of a whole parameter in their shapes.
+        """Return values without meaning under the optimizer's keys; for a whole parameter, in their shapes.
 
         Of any other parameter, tensors with one dimension are element-wise.
         """
@@ -116,7 +116,7 @@ def adopt_states(owner: ShardedOptimizer, states: Mapping[Piece, PieceState]) ->
     of some updates have counted fewer steps.
 
     Args:
-        owner: Whose optimizer.
+        owner: The optimizer's owner.
         states: For every owned piece; empty where the optimizer has not stepped it.
     """
     numbers = _numbers_of(states)
@@ -136,7 +136,7 @@ def adopt_states(owner: ShardedOptimizer, states: Mapping[Piece, PieceState]) ->
 
 
 def _signature(state: PieceState, numbers: Mapping[int, float]) -> tuple[tuple[str, Any], ...]:
-    """Return what the pieces of one segment must have in common."""
+    """Return the properties that the pieces of one segment must share."""
     return tuple(
         (key, numbers.get(id(value)) if isinstance(value, Tensor) else value)
         for key, value in sorted(state.items())
@@ -178,7 +178,7 @@ def average_states(
     """Replace the optimizer's state by the average over ranks; all ranks must call.
 
     Args:
-        owner: Of all masters, on this rank.
+        owner: All masters on this rank.
         gather: Returns every rank's record, in rank order.
         mean: Replaces values by their weighted mean over ranks.
     """
@@ -207,7 +207,9 @@ def average_states(
 
 
 def _place(owner: ShardedOptimizer, sums: Sequence[Tensor], piece: Piece, moment: Tensor) -> Tensor:
-    """Return what an entry of a piece's state takes of its place in `sums`: all, or what a whole parameter's needs."""
+    """Return the part of an entry's place in `sums` that it uses: all of it, or the size of a whole parameter's
+    entry.
+    """
     place = owner.values(sums, piece)
     return place[: moment.numel()].view(moment.shape) if piece.slot.is_whole else place
 
@@ -232,7 +234,7 @@ def _agree(gather: Callable[[bytes], Sequence[bytes]], own: NDArray[np.float64])
 
 
 def _like(kind: Any, number: float | None) -> Any:
-    """Return a number in the form of `kind`; other values are not changed."""
+    """Return a number in the dtype and shape of `kind`; other values are not changed."""
     if number is None or not _is_number(kind):
         return kind
     return torch.full_like(kind, number) if isinstance(kind, Tensor) else type(kind)(number)

@@ -1,4 +1,4 @@
-"""A few updates of small tensors by an optimizer of the user's class, as a plain loop makes them and as owners do."""
+"""A few updates of small tensors by an optimizer of the user's class, in a plain loop and on owners."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,16 +18,17 @@ from stretto.optimizer.sharded import ReducedGradient, ShardedOptimizer
 from stretto.optimizer.state import adopt_states, piece_states
 
 _UPDATES = 12
-"""Warm-ups and periods of ten, as they are usually set, are over at the last."""
+"""Number of updates: usual warm-ups and periods of ten are over at the last."""
 _REPLACED_BEFORE = (2, 5)
-"""Not at multiples of one number: an optimizer that counts steps to any number loses count after one of the two."""
+"""Updates before which owners are replaced; not multiples of one number, so that an optimizer that counts steps
+modulo any number loses count after one of them."""
 _OWNERS = 2
 _NUMEL_MIN, _NUMEL_MAX = 64, 8192
-"""Elements of a trial tensor; 8-bit optimizers treat those above 4096 in another way."""
+"""Elements of a trial tensor; 8-bit optimizers treat larger ones than 4096 in another way."""
 _LEARNING_RATES = (0.01, 0.02, 0.005)
-"""Not the user's, which may start at zero, where every optimizer looks harmless."""
+"""Learning rates of the trial; the user's rate may start at zero, where every optimizer looks harmless."""
 _GRADIENT_SCALES = (1.0, 1e4, 1e-4)
-"""So that a clip with any bound acts once."""
+"""Scales of the gradients, so that a clip with any bound acts once."""
 
 Values = list[Tensor]
 """One tensor for each trial tensor, in order."""
@@ -55,7 +56,7 @@ class Trial:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = rebuild(optimizer, [[] for _ in optimizer.param_groups])
-        """Without the user's parameters, which a trial that is kept must not hold."""
+        """An optimizer without the user's parameters, to which a kept trial must not refer."""
         self.starts: Values = []
         self.group_of: list[int] = []
         """The group of every trial tensor."""
@@ -65,7 +66,7 @@ class Trial:
         ]
         largest = max((like.numel() for _, like in kinds), default=0)
         self.numel = min(max(largest, _NUMEL_MIN), _NUMEL_MAX)
-        """Elements of every trial tensor, but for rounding."""
+        """Elements of every trial tensor, except for rounding."""
         # Two of a kind, because what couples parameters shows between two.
         for index, like in kinds * 2:
             self.starts.append(_small(like, self.numel, generator))
@@ -84,17 +85,19 @@ class Trial:
         chosen = (self.settings, optimizer.defaults, own_attributes(optimizer), attributes)
         told = [*map(_described, chosen), repr(kinds_tried)]
         self.description = None if None in told else (type(optimizer), *told, tuple(self.group_of))
-        """Equal for trials with the same outcome; None where it cannot be said."""
+        """Text that is equal for trials with the same outcome; None if there is none."""
 
     def rebuilt(self, stands_for: Mapping[int, Tensor]) -> torch.optim.Optimizer:
-        """Return a fresh optimizer over tensors, each of which stands for the trial tensor of that index."""
+        """Return a fresh optimizer over tensors that represent the trial tensors of these indices."""
         groups: list[Values] = [[] for _ in self.optimizer.param_groups]
         for index, tensor in stands_for.items():
             groups[self.group_of[index]].append(tensor)
         return rebuild(self.optimizer, groups)
 
     def train(self, chosen: Sequence[int], *, attributes: bool = True) -> "PlainLoop":
-        """Train the `chosen` tensors with one optimizer, with or without what the user has set on parameters."""
+        """Train the `chosen` tensors with one optimizer, with or without the attributes that the user has set on
+        parameters.
+        """
         return PlainLoop(
             self,
             {
@@ -107,18 +110,18 @@ class Trial:
 
 
 class PlainLoop:
-    """What a plain loop makes of some trial tensors."""
+    """The results of a plain loop over some trial tensors."""
 
     def __init__(self, trial: Trial, tensors: Mapping[int, Tensor]) -> None:
         self.history: list[Values] = []
         """The values after every update."""
         self.groups: list[list[dict[str, str]]] = []
-        """What parameter groups hold after every update."""
+        """The content of the parameter groups after every update."""
         self.changed: set[str] = set()
         """Entries of parameter groups that a step has changed."""
         self.wrote_gradients = False
         self.counts: set[str] = set()
-        """Attributes of the optimizer that every step has changed, and that are whole numbers."""
+        """Integer attributes of the optimizer that every step has changed."""
         places = [tensor.data_ptr() for tensor in tensors.values()]
         random_state = torch.get_rng_state()
         optimizer = trial.rebuilt(tensors)
@@ -145,22 +148,22 @@ class PlainLoop:
 
 
 class Owners:
-    """What owners make of the trial tensors, as in a job whose optimizer is sharded.
+    """The results of owners that step the trial tensors, as in a job whose optimizer is sharded.
 
-    They preview every step. Twice they are replaced by others that get the masters, the state by parameter and the
-    groups, and nothing else, as from a checkpoint.
+    They preview every step. Twice they are replaced by new owners that receive only the masters, the state by parameter
+    and the groups, as from a checkpoint.
     """
 
     def __init__(self, trial: Trial) -> None:
         self.history: list[Values] = []
-        """The values after every update; not a number where a preview has shown others."""
+        """The values after every update; NaN if a preview gave different values."""
         self.groups: list[list[list[dict[str, str]]]] = []
-        """What the parameter groups of every owner hold after every update."""
+        """The content of every owner's parameter groups after every update."""
         self.state: dict[tuple[int, str], str] = {}
         """Kind of every entry of the state after the first update, by group and name: number, tensor, plain or
         other."""
         self.later_state: dict[tuple[int, str], str] = {}
-        """The same after the last."""
+        """The kinds after the last update."""
         model = nn.ParameterList(_twin(start) for start in trial.starts)
         self._optimizer = trial.rebuilt(dict(enumerate(model)))
         self._layout, self._parameters = plan_layout(
@@ -172,7 +175,7 @@ class Owners:
             whole_groups=frozenset(trial.group_of),
         )
         self._loaded: Hyperparameters = [{} for _ in self._optimizer.param_groups]
-        """What a checkpoint has brought into the user's groups."""
+        """The content that a checkpoint has loaded into the user's groups."""
         self._owners = self._new_owners()
         for update, (gradients, settings) in enumerate(zip(trial.gradients, trial.settings, strict=True)):
             if update in _REPLACED_BEFORE:
@@ -223,7 +226,7 @@ class Owners:
         )
 
     def _reduced(self, owner: ShardedOptimizer, gradients: Values) -> ReducedGradient:
-        """Return what a reduction would give an owner."""
+        """Return the result of a reduction for an owner."""
         sums = owner.new_sums()
         for piece in owner.pieces:
             flat = gradients[int(piece.slot.name)].flatten()
@@ -240,7 +243,7 @@ class Owners:
 
 
 def described_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:
-    """Return text for what every parameter group holds."""
+    """Return texts of the content of every parameter group."""
     return [{key: repr(value) for key, value in group.items()} for group in read_hyperparameters(optimizer)]
 
 
@@ -249,7 +252,7 @@ def _whole_numbers(optimizer: torch.optim.Optimizer) -> dict[str, int]:
 
 
 def _described(value: Any) -> str | None:
-    """Return text that is equal for equal values; None for other objects than numbers, words and their containers."""
+    """Return a text that is equal for equal values; None for objects other than numbers, words and their containers."""
     if isinstance(value, dict):
         value = [item for pair in value.items() for item in pair]
     if isinstance(value, list | tuple):
@@ -262,7 +265,7 @@ def _described(value: Any) -> str | None:
 
 
 def _twin(start: Tensor) -> nn.Parameter:
-    """Return its own parameter with the values and the attributes of `start`."""
+    """Return a new parameter with the values and the attributes of `start`."""
     twin = nn.Parameter(start.detach().clone())
     vars(twin).update(vars(start))
     return twin

@@ -1,4 +1,4 @@
-"""Schedulers: which of them Stretto can step at every committed update, and a check that each stepped exactly once."""
+"""Schedulers: a check whether Stretto can step one at every committed update, and that it steps exactly once."""
 
 import inspect
 from typing import Any
@@ -9,14 +9,14 @@ from stretto.errors import ConfigError, UsageError
 from stretto.optimizer.several import SeveralSchedulers, members_of
 
 _DEEPEST = 8
-"""How many wrappers around a scheduler are looked into."""
+"""Most wrappers around a scheduler that are searched."""
 
 
 def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
     """Raise unless step() without arguments sets the rates of `optimizer`; None is no scheduler.
 
     Raises:
-        ConfigError: Says what to pass, or to do, instead.
+        ConfigError: It does not; the message gives the remedy.
     """
     if scheduler is None:
         return
@@ -64,7 +64,7 @@ def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _needed(step: Any) -> list[str]:
-    """Return the arguments without which `step` cannot be called."""
+    """Return the required arguments of `step`."""
     try:
         parameters = inspect.signature(step).parameters.values()
     except (TypeError, ValueError):  # nobody knows
@@ -77,7 +77,7 @@ class Schedule:
     """A scheduler that only the job steps, once per committed update.
 
     Args:
-        scheduler: With `step()`.
+        scheduler: A scheduler with `step()`.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -85,11 +85,11 @@ class Schedule:
         self._turned_to: Any = None
 
     def forget(self) -> None:
-        """Take the scheduler from where it stands: a checkpoint may have moved it."""
+        """Read the scheduler's position again: a checkpoint may have changed it."""
         self._turned_to = None
 
     def turn(self, times: int, where: object) -> None:
-        """Step it so many times.
+        """Step it this number of times.
 
         Raises:
             UsageError: User code stepped it too, it steps several times at once, or its schedule has ended.
@@ -125,7 +125,7 @@ class Schedule:
 
 
 def _positions(scheduler: Any, depth: int = 0) -> tuple[Any, ...]:
-    """Return where a scheduler, and each that it is made of, stands; None for one that does not say."""
+    """Return the positions of a scheduler and of each scheduler in it; None for one that does not report it."""
     members = getattr(scheduler, "members", None) or getattr(scheduler, "_schedulers", None)
     position = getattr(scheduler, "last_epoch", None)
     if isinstance(position, int) or depth == _DEEPEST:
