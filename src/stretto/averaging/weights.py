@@ -26,8 +26,7 @@ class Weights:
         self._left_with = np.zeros_like(self._since)
         """Each rank's contribution when each fragment was last sent, or when all replicas became their mean."""
         self._differ = np.zeros(fragments, dtype=bool)
-        """By fragment: whether ranks hold different values, because it is in flight or its arrival kept a part of
-        theirs."""
+        """By fragment: whether ranks hold different values, while it is in flight or after an arrival that kept some."""
 
     def launch(self, fragment: int, report: RoundReport) -> float | None:
         """Record a launch; return this rank's share of the mean, or None if no rank has contributed since the last one.
@@ -46,7 +45,7 @@ class Weights:
         return float(weights[self._rank]) / total
 
     def land(self, fragment: int, *, keeps_own: bool) -> None:
-        """Record that the fragment has arrived; `keeps_own` says whether ranks kept a part of their values."""
+        """Record that the fragment has arrived; `keeps_own`: ranks kept a part of the values that they had."""
         self._differ[fragment] = keeps_own
 
     def unite(self, report: RoundReport) -> None:
