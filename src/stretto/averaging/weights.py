@@ -26,7 +26,7 @@ class Weights:
         self._left_with = np.zeros_like(self._since)
         """Each rank's contribution when each fragment was last sent, or when all replicas became their mean."""
         self._differ = np.zeros(fragments, dtype=bool)
-        """By fragment: whether ranks hold different values, while it is in flight or after an arrival that kept some."""
+        """By fragment: whether ranks hold different values, in flight or after an arrival that kept some."""
 
     def launch(self, fragment: int, report: RoundReport) -> float | None:
         """Record a launch; return this rank's share of the mean, or None if no rank has contributed since the last one.
