@@ -67,7 +67,7 @@ class Replica:
         runtime: Charged for the time of steps and previews.
         progress: Shared with the communication lane.
         overlaps_backward: Whether gradients may be sent before their round is closed.
-        in_place: Whether no other code reads a round's gradients and values in flight, so that they need no copy if this
+        in_place: Whether no other code reads a round's gradients and values in flight, so they need no copy if this
             rank holds all of them.
         steps_alone: Whether ranks step without asking the others, and may be at different rounds.
         node_group: The ranks of this node, where each holds a shard of the replica.
