@@ -24,11 +24,8 @@ def run(strategy: str, repeat: int, rate: float | None, reached: float | None = 
 
 
 RUNS = [
-    run("compute", 0, 100.0),
-    run("acco", 0, 90.0, reached=4.0),
-    run("compute", 1, 200.0),
-    run("acco", 1, 120.0),
-]
+    run("compute", 0, 100.0), run("acco", 0, 90.0, reached=4.0), run("compute", 1, 200.0), run("acco", 1, 120.0),
+]  # fmt: skip
 
 
 def test_without_the_limit_or_a_rate_there_is_no_share() -> None:

@@ -47,15 +47,14 @@ def test_losses_of_tokens_have_their_perplexity(capsys: pytest.CaptureFixture[st
 
 
 def test_an_incident_is_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    incident = Incident(
-        step=2,
-        guard="verified",
-        site="contribution",
-        part="bucket 0",
-        ranks=(1,),
-        link=(1, 0),
-        action="sent again",
-    )
+    found = {
+        "step": 2,
+        "guard": "verified",
+        "site": "contribution",
+        "part": "bucket 0",
+        "action": "sent again",
+    }
+    incident = Incident(**found, ranks=(1,), link=(1, 0))
     progress = Progress(HEADER)
     progress.updated(update(2, incidents=(incident,)), 1.0)
     assert capsys.readouterr().out.splitlines()[0] == (

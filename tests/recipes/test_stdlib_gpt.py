@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn import functional
 
 from stretto_lab.recipes.corpus import Text, read_corpus
 from stretto_lab.recipes.gpt import SHAPES, Architecture, Shape, causal_lm, shape_of
@@ -13,12 +12,7 @@ from stretto_lab.recipes.task import Task
 from stretto_lab.recipes.text import IGNORED, Bytes, Windows, sampled
 
 SMALL = StdlibGPT(
-    size="0.1m",
-    context=32,
-    batch=4,
-    evaluation_windows=16,
-    data=Text(megabytes=0.2),
-    sample=12,
+    size="0.1m", context=32, batch=4, evaluation_windows=16, data=Text(megabytes=0.2), sample=12
 )
 
 
@@ -112,11 +106,3 @@ def test_a_bf16_model_takes_its_loss_in_float32_and_keeps_its_rotary_frequencies
     rotary = causal_lm("llama", Shape(1, 32, 2), vocabulary=9, context=8, dtype=torch.bfloat16, seed=0)
     assert {parameter.dtype for parameter in rotary.parameters()} == {torch.bfloat16}
     assert {buffer.dtype for buffer in rotary.buffers()} == {torch.float32}
-
-
-def test_it_is_the_model_that_transformers_calls_gpt2() -> None:
-    # The single-kernel GELU is GPT-2's own function.
-    points = torch.linspace(-4, 4, 101)
-    from transformers.activations import ACT2FN
-
-    torch.testing.assert_close(ACT2FN["gelu_new"](points), functional.gelu(points, approximate="tanh"))

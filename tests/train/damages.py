@@ -28,7 +28,7 @@ from tests.train.runs import evaluations, model_bits, records
 RECIPE = f"{Path(__file__).with_name('tiny.py')}:Tiny"
 OPTIONS = [
     "--strategy", "acco", "--updates", "6", "--micro-batches", "2", "--workers", "1", "--checkpoint-every", "2",
-    "--checkpoints-kept", "3", "--evaluate-every", "2", "--no-tensorboard",
+    "--evaluate-every", "2", "--no-tensorboard",
 ]  # fmt: skip
 Damage = Callable[[random.Random, Path, Path], None]
 """Does something to a file, which is in this folder of a run."""

@@ -88,7 +88,6 @@ CANNOT_RUN: list[tuple[int, dict[str, Any], str]] = [
     (2, {"strategy": "local:rate=often"}, "cannot read rate='often'"),
     (2, {"echo": "evne"}, "no echo plan is called 'evne'"),
     (2, {"echo": "even:uses=cosine(1,3)", "seconds": 1.0}, "third value"),
-    (2, {"slow_loader": "fast"}, "cannot read the slow loader"),
     (2, {"slow_loader": "3,burn"}, "cannot read the slow loader"),
     (4, {"shard": 3}, "shard=3: expected a divisor of the 4 ranks"),
     (4, {"shard": 2, "strategy": "torch-ddp"}, "strategy='torch-ddp', a stock method"),

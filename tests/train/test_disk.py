@@ -12,16 +12,16 @@ from stretto_lab.cli import main
 from stretto_lab.observe import read_json_lines
 from tests.train.damages import OPTIONS, RECIPE, perform, written
 
-LONGER = [*OPTIONS, "--updates", "14", "--checkpoints-kept", "99"]
+LONGER = [*OPTIONS, "--updates", "14"]
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of its own with room for some checkpoints."""
+    """A disk of its own with room for two checkpoints."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(disk)], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", "size=150k", "tmpfs", str(disk)], capture_output=True, text=True
     )
     if mounted.returncode:
         pytest.skip(f"a disk cannot be mounted here: {mounted.stderr.strip()}")
