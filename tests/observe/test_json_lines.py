@@ -66,8 +66,8 @@ def test_a_recorder_writes_updates_with_all_their_fields_and_evaluations_beside_
     (record,) = read_json_lines(Path("updates.jsonl"))
     assert record == {
         **update(1).as_json(),
-        "micro_batches": [4, 4],
-        "rounds": [[4, 4]],
+        "micro_batches": [[4, 2]],
+        "rounds": [[[4, 2]]],
         "learning_rates": [0.1, 0.2],
         "uses": [],
         "loss": None,
