@@ -1,4 +1,4 @@
-"""The round that accumulates on the compute lane: a flat gradient buffer, and what this rank has contributed.
+"""The round that accumulates on the compute lane: a flat gradient buffer, and this rank's contribution.
 
 Note [Gradients of others]
     The gradients that count arrive during this job's own backward pass, in views of the buffer. The backward pass of
@@ -21,7 +21,7 @@ from stretto.engine.early_reduction import EarlyReduction
 from stretto.flat import Layout
 
 Gradients = tuple[Tensor | None]
-"""The gradient of one parameter, as autograd hands it to a hook on a node."""
+"""The gradient of one parameter, as autograd passes it to a hook on a node."""
 _version = operator.attrgetter("_version")
 _gradient = operator.attrgetter("grad")
 
@@ -56,11 +56,11 @@ class Totals:
     fresh_samples: int = 0
     """Samples at their first use."""
     micro_batches: int = 0
-    """Micro-batches with a weight above zero."""
+    """Number of micro-batches with a weight above zero."""
     loss_sum: float = 0.0
-    """Σ w·loss over the micro-batches that gave a loss."""
+    """Σ w·loss over the micro-batches with a loss."""
     loss_weight: float = 0.0
-    """Σ w over the micro-batches that gave a loss."""
+    """Σ w over the micro-batches with a loss."""
 
     def add(self, other: "Totals") -> None:
         """Add another round's totals."""
@@ -83,7 +83,7 @@ class Contribution:
     totals: Totals
     """The other totals."""
     count: int = 0
-    """Micro-batches of any weight; quotas count these."""
+    """Number of micro-batches of any weight, which quotas count."""
 
 
 class Accumulation:
@@ -102,7 +102,7 @@ class Accumulation:
         """Slots whose view was taken away; see Note [Gradients of others]."""
         self._is_own_backward = False
         self._factor = 1.0
-        """What a gradient of this job's backward pass is multiplied by when it arrives."""
+        """Factor on each arriving gradient of this job's backward pass."""
         dtypes = [torch.float32, *(flat.dtype for flat in buffer.layout.sets)]
         self._narrowest = min(dtype.itemsize for dtype in dtypes)
         self.begin(buffer, attached=False)
@@ -111,14 +111,14 @@ class Accumulation:
         """Begin a round in `buffer`; gradients accumulate in it at once, or after `attach`."""
         self.buffer = buffer
         self.gradients: Sequence[Tensor] = buffer.views
-        """What parameters have as `.grad`, in the buffer's memory."""
+        """The `.grad` of each parameter, in the buffer's memory."""
         self.contribution = Contribution(
             bytearray(len(buffer.layout.slots)),
             torch.zeros((), dtype=torch.float64, device=buffer.layout.sets[0].device),
             Totals(),
         )
         self.has_arrived = False
-        """Whether gradients of a micro-batch have arrived that has not been counted yet."""
+        """Whether gradients have arrived from a micro-batch that has not been counted yet."""
         self.is_left_out = False
         """Whether the round's gradients were dropped because the parameters were damaged."""
         self.early_reduction: EarlyReduction | None = None
@@ -127,7 +127,7 @@ class Accumulation:
             self.attach()
 
     def restart(self) -> None:
-        """Drop the round's gradients; if some have left, all ranks sum the round again."""
+        """Drop the round's gradients; if some were sent, all ranks sum the round again."""
         # Collectives that have begun must end on this rank too, so the sum is kept, and counted as stale.
         early_reduction = self.early_reduction
         self.begin(self.buffer)
@@ -136,13 +136,13 @@ class Accumulation:
             early_reduction.invalidate()
 
     def leave_out(self) -> None:
-        """Drop the round's gradients for good, and count its micro-batches all the same."""
+        """Drop the round's gradients for good, but count its micro-batches."""
         count = self.contribution.count
         self.restart()
         self.contribution.count, self.is_left_out = count, True
 
     def attach(self, *, zero: bool = True) -> None:
-        """Let gradients accumulate in the buffer, from zero unless its content is to stay."""
+        """Let gradients accumulate in the buffer, from zero or from its content."""
         if zero:
             for flat in self.buffer.flats:
                 flat.zero_()
@@ -152,7 +152,7 @@ class Accumulation:
         self.remember()
 
     def remember(self) -> None:
-        """Remember the versions of the views, so that a write outside backward passes is noticed."""
+        """Record the versions of the views, so that a write outside backward passes is noticed."""
         self._versions = list(map(_version, self.buffer.views))
 
     def before_gradient(self, index: int, gradients: Gradients) -> Gradients | None:
@@ -178,7 +178,7 @@ class Accumulation:
         return None
 
     def backward(self, loss: Tensor, weight: float) -> None:
-        """Add the gradient of `weight` times the loss; do nothing for a weight of zero."""
+        """Add the gradient of `weight` times the loss; for a weight of zero do nothing."""
         if weight > 0:
             # A 16-bit loss or model would round the weight, which the division by Σ w does not: gradients take it
             # instead, as they arrive in the buffer's dtype.
@@ -198,7 +198,7 @@ class Accumulation:
         """Count gradients that an autograd function has added to `.grad` itself, so that no hook has seen them.
 
         Raises:
-            GradientsTouched: Gradients take their weight as they arrive, which these have not.
+            GradientsTouched: A hook multiplies gradients by their weight; these gradients bypassed it.
         """
         used = self.contribution.used
         for index, (old, new) in enumerate(zip(before, self._versions, strict=True)):
@@ -242,7 +242,7 @@ class Accumulation:
         self.remember()
 
     def discard(self) -> None:
-        """Drop the gradients of backward passes that were not this job's."""
+        """Drop the gradients of backward passes that this job did not run."""
         for index in self.apart:
             self.parameters[index].grad = self.gradients[index]
         self.apart.clear()
@@ -251,7 +251,7 @@ class Accumulation:
         """Raise if `.grad` holds gradients of other backward passes, neither counted nor dropped.
 
         Raises:
-            GradientsTouched: Names a parameter, and says what to call.
+            GradientsTouched: It does; the message names a parameter and the remedy.
         """
         if found := self._of_others():
             raise misuse.others_gradients([self.buffer.layout.slots[index].name for index in found], where)
@@ -261,7 +261,7 @@ class Accumulation:
         """Raise if gradients were written outside backward passes, or replaced.
 
         Raises:
-            GradientsTouched: Somebody clipped, scaled, zeroed or assigned the accumulated gradients.
+            GradientsTouched: User code clipped, scaled, zeroed or assigned the accumulated gradients.
         """
         if list(map(_version, self.buffer.views)) != self._versions:
             raise misuse.gradients_written(where)

@@ -1,4 +1,4 @@
-"""What ranks agree on before the first round: equal settings and equal starting values."""
+"""The agreement of ranks before the first round: equal settings and equal starting values."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from stretto.flat import shard_of
 
 _SHOWN_CHARACTERS = 300
 _BROADCASTS = 4
-"""How often starting values are sent at most, where ranks compare digests of what arrived."""
+"""Most broadcasts of the starting values, if digests of the received values differ."""
 
 
 def agree(
@@ -32,15 +32,16 @@ def agree(
     """Raise on every rank unless all ranks hold the same settings.
 
     Args:
-        exchange: Connects the ranks.
-        settings: What must be equal, as text, by name; the names are equal on all ranks. For a text of several
-            lines, the error shows the first line that differs.
+        exchange: The exchange of the ranks.
+        settings: Texts that must be equal, by name; the names are equal on all ranks. For a text of several lines, the
+            error shows the first line that differs.
         where: Rank and step, for the message.
-        first: How the message calls rank 0 of the exchange, and the others from there.
-        kind: Of the error.
+        first: Number of the exchange's rank 0 in messages; the others follow.
+        kind: Class of the error.
 
     Raises:
-        RanksDisagree: Shows what differs on the first rank and on the next one that differs from it.
+        RanksDisagree: Settings differ; the message shows the difference between the first rank and the next rank that
+            differs.
     """
     own = b"".join(hashlib.sha256(text.encode()).digest() for text in settings.values())
     if len(set(exchange.gather_bytes(own))) == 1:
@@ -64,14 +65,14 @@ def share_start(
     model: nn.Module,
     everyone: Exchange,
 ) -> bool:
-    """Give every rank the parameters and buffers of rank 0, to the bit.
+    """Copy rank 0's parameters and buffers to every rank, bit-identically.
 
     Args:
-        exchange: Connects the ranks that hold the same parameters.
+        exchange: The exchange of the ranks that hold the same parameters.
         parameters: In the layout's order; overwritten on ranks other than 0.
         buffer: Scratch; left undefined.
         model: Its frozen parameters and buffers, of any dtype, are overwritten too.
-        everyone: Connects all ranks of the job.
+        everyone: The exchange of all ranks of the job.
 
     Returns:
         Whether rank 0's values are an estimate that an earlier job has left; the same on all ranks.

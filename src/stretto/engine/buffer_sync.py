@@ -54,7 +54,7 @@ from stretto.exchange import Exchange
 from stretto.flat import original_name
 
 Carried: TypeAlias = tuple[list[Buffer], Tensor | None, list[Buffer], list[Buffer], list[int]]
-"""A round's buffers: the snapshot, its changes, the agreed values, the finite ones, and rank 0's."""
+"""A round's buffers: the snapshot, its changes, the agreed values, the finite values, and rank 0's values."""
 
 
 class BufferSync:
@@ -65,7 +65,7 @@ class BufferSync:
         choices: The treatment of each buffer.
 
     Raises:
-        ConfigError: A choice is for no buffer.
+        ConfigError: A choice fits no buffer.
     """
 
     def __init__(self, model: nn.Module, choices: BufferChoices) -> None:
@@ -77,23 +77,22 @@ class BufferSync:
         self._owners = [owner_of(model, name) for name in named]
         self.names = [original_name(name) for name in named]
         self.first = [index for index, name in enumerate(self.names) if choices.of(name) == "rank0"]
-        """Those of which all ranks take rank 0's."""
+        """Indices of the buffers that follow rank 0."""
         self.agreed: list[Buffer] = [buffer.detach().clone() for buffer in named.values()]
-        """Values that are equal on all ranks; they change at installs only. None where ranks do not agree."""
+        """Values that are equal on all ranks; they change only at installs. None if ranks do not agree."""
         self.sound = self.agreed
         """The values to restore after a skipped round: the agreed values, or, if ranks step alone, this rank's values
-        after its last round that counted. No code may write them.
-        """
+        after its last round that counted. No code may write them."""
         self._told: set[int] = set()
-        """Those that a warning has named."""
+        """Indices of buffers that a warning has named."""
         self._late: tuple[list[Buffer], list[Buffer]] | None = None
-        """Of the last round that started: its snapshot, and the buffers right then."""
+        """The snapshot of the last submitted round, and the buffers at that moment."""
         self._met: tuple[int, list[Buffer]] | None = None
-        """The round before which ranks last agreed at rest, and the buffers that this rank had then."""
+        """The round before which ranks last agreed between updates, and this rank's buffers at that moment."""
 
     @property
     def live(self) -> list[Buffer]:
-        """The buffers as the model holds them now; modules may have removed them, or put anything instead."""
+        """The buffers in the model now; modules may have removed or replaced them."""
         found = [getattr(module, attribute, None) for module, attribute in self._owners]
         return [value.detach() if is_comparable(value) else None for value in found]
 
@@ -104,11 +103,11 @@ class BufferSync:
 
     @property
     def changes(self) -> bytes:
-        """How each live buffer differs from the agreed values; the host waits for it."""
+        """How each live buffer differs from the agreed value; the host waits for the device."""
         return changes_of(self.agreed, self.live)
 
     def carried(self) -> Carried:
-        """Return what a round carries of them."""
+        """Return a round's buffers."""
         copies = self.copies
         return copies, changed_since(self.agreed, copies), self.agreed, self.sound, self.first
 
@@ -130,21 +129,21 @@ class BufferSync:
             self.go_on_from_live()
 
     def go_on_from_live(self) -> None:
-        """Take the live values, which may be this rank's own, as the values to restore after a skipped round."""
+        """Use the live values, which may be this rank's own, as the values to restore after a skipped round."""
         self.sound = copies_of(self.live)
 
     def go_on_from(self, agreed: Sequence[Buffer]) -> None:
-        """Take what a checkpoint says that ranks agreed on, and this rank's live values."""
+        """Use the agreed values of a checkpoint, and this rank's live values."""
         self.agreed = list(agreed)
         self.go_on_from_live()
 
     def agreed_after(self, round: Round | None) -> list[Buffer]:
-        """Return what ranks will agree on once `round`, if there is one, is installed."""
+        """Return the values that ranks agree on after `round`, if there is one, is installed."""
         brought = {} if round is None else round.buffer_means
         return [brought.get(index, value) for index, value in enumerate(self.agreed)]
 
     def agree(self) -> None:
-        """Declare the live values, equal on all ranks, to be what all ranks agree on."""
+        """Declare the live values, equal on all ranks, as agreed."""
         self.agreed = self.sound = copies_of(self.live)
         self._late = None
 
@@ -158,7 +157,7 @@ class BufferSync:
         return held
 
     def _put(self, values: Mapping[int, Buffer]) -> None:
-        """Write values into the model's buffers; one of another kind is replaced."""
+        """Write values into the model's buffers; a buffer of another kind is replaced."""
         live = self.live
         written: list[tuple[Tensor, Tensor]] = []
         for index, value in values.items():
@@ -176,21 +175,21 @@ class BufferSync:
     # At rest
 
     def submitted(self, snapshot: list[Buffer]) -> None:
-        """A round with this snapshot is submitted; later writes are in the next round."""
+        """Note that a round with this snapshot is submitted; later writes belong to the next round."""
         self._late = snapshot, self.copies
 
     def go_back(self, right: Collection[str]) -> None:
-        """Take back what passes of the accumulating round have written, which ran with damaged values; not of `right`.
+        """Undo writes of the accumulating round's passes, which used damaged values; except in `right`.
 
         Args:
-            right: Names of buffers that hold what they should.
+            right: Names of buffers with correct values.
         """
         before = self.sound if self._late is None else self._late[1]
         columns = enumerate(zip(self.names, changes_of(before, self.live), strict=True))
         self._put({i: before[i] for i, (name, is_written) in columns if is_written and name not in right})
 
     def agree_on(self, values: Sequence[Buffer], round_index: int, own: list[Buffer]) -> None:
-        """Take values on which all ranks have agreed before a round, while this rank has its own; these stay."""
+        """Use values on which all ranks have agreed before a round, and keep this rank's own values live."""
         self.agreed[:] = values
         self._late, self._met = None, (round_index, own)
 
@@ -199,19 +198,19 @@ class BufferSync:
         to the model.
 
         Args:
-            snapshot: None where no round is ready.
-            round_index: Of the round that comes next.
+            snapshot: None if no round is ready.
+            round_index: Index of the next round.
         """
         if self._met is not None and self._met[0] == round_index:
             return self._met[1]
         return self.agreed if snapshot is None else snapshot
 
     def with_late_writes(self, agreed: Sequence[Buffer]) -> list[Buffer]:
-        """Return the agreed values, with writes that were too late for the last submitted round."""
+        """Return the agreed values, replaced by writes that were too late for the last submitted round."""
         return list(agreed) if self._late is None else as_written(*self._late, agreed)
 
     def written_since(self, snapshot: Sequence[Buffer], own: Sequence[Buffer]) -> dict[str, Buffer]:
-        """Return, by name, the buffers of a snapshot that this rank has no longer."""
+        """Return, by name, the snapshot's values of buffers that this rank has changed since."""
         triples = zip(self.names, snapshot, changes_of(snapshot, own), strict=True)
         return {name: before for name, before, is_written in triples if is_written}
 
@@ -234,7 +233,7 @@ def at(buffer: Buffer, device: torch.device) -> Buffer:
 
 
 def is_same(left: Buffer, right: Buffer) -> bool:
-    """Return whether both are of one kind and equal, or both missing."""
+    """Return whether both are equal and of one kind, or both missing."""
     return are_alike(left, right) and (left is None or right is None or torch.equal(left, right))
 
 
@@ -244,7 +243,7 @@ def moved(
     averages: Mapping[int, Buffer],
     first: Collection[int],
 ) -> dict[int, Tensor]:
-    """Return, by index, what live values become where averages of their snapshot are installed.
+    """Return, by index, the live values after averages of their snapshot are installed.
 
     A buffer whose kind has changed since the snapshot stays. `first` are buffers that follow rank 0: they are not
     moved.
@@ -294,11 +293,11 @@ def average_buffers(
     None stands for a buffer that ranks hold in different kinds, or that none of them has.
 
     Args:
-        exchange: Connects the ranks.
+        exchange: The exchange of the ranks.
         own: This rank's buffers.
-        changed: The bits of each buffer on any rank; the same on all ranks.
-        counts: The ranks' weights in the average.
-        first: Those of which rank 0's is taken instead of the mean.
+        changed: The bits of change of each buffer on any rank; equal on all ranks.
+        counts: The ranks' weights in the mean.
+        first: Indices of buffers that take rank 0's value instead of the mean.
     """
     indices = [index for index, bits in enumerate(changed) if bits]
     if not indices or sum(counts) == 0:
@@ -313,7 +312,7 @@ def average_buffers(
 
 
 def _kept_apart(exchange: Exchange, own: Sequence[Buffer], indices: Sequence[int]) -> set[int]:
-    """Return which of these buffers ranks cannot average, the same on all ranks."""
+    """Return the indices of buffers that ranks cannot average; equal on all ranks."""
     kinds = "\n".join(kind_of(own[index]) for index in indices)
     by_rank = [record.decode().split("\n") for record in exchange.gather_records(kinds.encode())]
     alike = (set(found) for found in zip(*by_rank, strict=True))
@@ -327,7 +326,7 @@ def _kept_apart(exchange: Exchange, own: Sequence[Buffer], indices: Sequence[int
 def _averages(
     exchange: Exchange, own: Mapping[int, Tensor], first: Collection[int], counts: Sequence[int]
 ) -> dict[int, Buffer]:
-    """Return the mean of every buffer, which has the same kind on all ranks, or of those in `first` what rank 0 has."""
+    """Return the mean of every buffer, which has the same kind on all ranks; for those in `first`, rank 0's value."""
     dtype = functools.reduce(torch.promote_types, (buffer.dtype for buffer in own.values()), torch.float32)
     flat = torch.cat([buffer.flatten().to(dtype) for buffer in own.values()])
     whole = torch.empty(len(counts) * flat.numel(), dtype=flat.dtype, device=flat.device)
@@ -350,24 +349,24 @@ def _averages(
 
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module that holds a buffer, and its name there."""
+    """Return the module that holds a buffer, and the buffer's name there."""
     path, _, attribute = name.rpartition(".")
     owners = path.split(".") if path else []
     return functools.reduce(getattr, owners, model), attribute  # scripted modules have no get_submodule
 
 
 def as_written(before: Sequence[Buffer], now: Sequence[Buffer], agreed: Sequence[Buffer]) -> list[Buffer]:
-    """Return the agreed values, but the present values of buffers that were written since."""
+    """Return the agreed values; for buffers written since, their current values."""
     triples = zip(changes_of(before, now), now, agreed, strict=True)
     return [value if is_written else old for is_written, value, old in triples]
 
 
 def average_at_rest(exchange: Exchange, buffer_sync: BufferSync, shown: Sequence[Buffer]) -> list[Buffer]:
-    """Return the buffers on which ranks agree at rest; all ranks must call.
+    """Return the buffers on which ranks agree between updates; all ranks must call it.
 
     Args:
-        exchange: Connects the ranks.
-        buffer_sync: Has the agreed values so far.
+        exchange: The exchange of the ranks.
+        buffer_sync: Its agreed values are the last ones.
         shown: The values that this rank would show: the agreed values, or later writes.
     """
     records = exchange.gather_bytes(changes_of(buffer_sync.agreed, shown))
@@ -383,16 +382,16 @@ def newest_at_rest(
     snapshot: Sequence[Buffer],
     averages: Mapping[int, Buffer],
 ) -> list[Buffer]:
-    """Return the buffers on which ranks agree where they step alone; all ranks must call.
+    """Return the buffers on which ranks agree if they step alone; all ranks must call it.
 
     Args:
-        exchange: Connects the ranks.
-        buffer_sync: This rank's.
-        means: Of the ranks' present values, if any rank has contributed since a departure; otherwise the values
+        exchange: The exchange of the ranks.
+        buffer_sync: This rank's buffers.
+        means: Means of the ranks' current values, if any rank has contributed since a launch; otherwise the values
             agreed before.
-        snapshot: This rank's at that departure.
-        averages: Of the ranks' snapshots, by index; newer than the last installed values, if no rank has contributed
-            since.
+        snapshot: This rank's snapshot at that launch.
+        averages: Means of the ranks' snapshots, by index; newer than the last installed values, if no rank has
+            contributed since.
     """
     is_older = [mean is agreed for mean, agreed in zip(means, buffer_sync.agreed, strict=True)]
     newest = [averages.get(i, mean) if is_older[i] else mean for i, mean in enumerate(means)]

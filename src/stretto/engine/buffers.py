@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 Buffer = Tensor | None
-"""A buffer's value. None where there is none, or where ranks do not agree on one."""
+"""A buffer's value; None if there is none, or if ranks do not agree on one."""
 VALUE, KIND = 1, 2
-"""Bits of a report: a buffer has another value than ranks agreed on; it is of another kind."""
+"""Bits of a report: the buffer has another value than the agreed one; it has another kind."""
 
 
 def is_comparable(value: Any) -> TypeGuard[Tensor]:
@@ -29,7 +29,7 @@ def is_comparable(value: Any) -> TypeGuard[Tensor]:
 
 
 def are_alike(left: Buffer, right: Buffer) -> bool:
-    """Return whether both are of one kind: shape and dtype, or both missing."""
+    """Return whether both have one kind: shape and dtype, or both missing."""
     if left is None or right is None:
         return left is right
     return left.shape == right.shape and left.dtype == right.dtype
@@ -45,7 +45,7 @@ def copies_of(buffers: Sequence[Buffer]) -> list[Buffer]:
 
 
 def changed_since(agreed: Sequence[Buffer], values: Sequence[Buffer]) -> Tensor:
-    """Return one byte per buffer: 0 if it is what ranks last agreed on, `VALUE` or `KIND` if not; `(buffers,)` uint8.
+    """Return one byte per buffer, `(buffers,)` uint8: 0 if it equals the agreed value, otherwise `VALUE` or `KIND`.
 
     The result is on the device of the first buffer.
     """
@@ -63,12 +63,12 @@ def changed_since(agreed: Sequence[Buffer], values: Sequence[Buffer]) -> Tensor:
 
 
 def changes_of(agreed: Sequence[Buffer], values: Sequence[Buffer]) -> bytes:
-    """Return what `changed_since` finds, for which the host waits."""
+    """Return the result of `changed_since` on the host, which waits for it."""
     return bytes(changed_since(agreed, values).tolist()) if values else b""
 
 
 def remain_finite(values: Sequence[Buffer], before: Sequence[Buffer], changed: Tensor) -> Tensor:
-    """Return whether no changed buffer has got an infinity or a NaN where its value before had none: `()` bool."""
+    """Return, as `()` bool, whether no changed buffer has an infinity or a NaN that its old value did not have."""
     broken = count_of(values, before, of=lambda value, old: ~value.isfinite() & old.isfinite())
     if not broken:
         return torch.ones((), dtype=torch.bool, device=changed.device)
@@ -78,7 +78,7 @@ def remain_finite(values: Sequence[Buffer], before: Sequence[Buffer], changed: T
 
 
 def count_of(*columns: Sequence[Buffer], of: Callable[..., Tensor]) -> dict[int, Tensor]:
-    """Return by index, for rows of buffers of one shape, of how many elements `of` is true, `()` int32."""
+    """Return by index, for rows of buffers of one shape, the number of elements for which `of` is true, `()` int32."""
     found: dict[int, Tensor] = {}
     for indices, contents in side_by_side(*columns):
         until = torch.nn.functional.pad(of(*contents).cumsum(0, dtype=torch.int32), (1, 0))
@@ -90,7 +90,7 @@ def count_of(*columns: Sequence[Buffer], of: Callable[..., Tensor]) -> dict[int,
 
 
 def side_by_side(*columns: Sequence[Buffer]) -> Iterator[tuple[list[int], list[Tensor]]]:
-    """Yield, of rows of tensors of one shape, indices with the same dtypes and devices, and each column's values."""
+    """Group rows of tensors of one shape by dtypes and devices; yield each group's indices and each column's values."""
     kinds: dict[object, list[tuple[int, tuple[Tensor, ...]]]] = defaultdict(list)
     for index, row in enumerate(zip(*columns, strict=True)):
         if _have_one_shape(row):
@@ -102,7 +102,7 @@ def side_by_side(*columns: Sequence[Buffer]) -> Iterator[tuple[list[int], list[T
 
 
 def _have_one_shape(row: Sequence[Buffer]) -> TypeGuard[tuple[Tensor, ...]]:
-    """Return whether each is there, in the shape of the first."""
+    """Return whether each tensor exists and has the shape of the first."""
     first = row[0]
     return first is not None and all([value is not None and value.shape == first.shape for value in row])
 

@@ -18,7 +18,7 @@ from stretto.strategies.contract import ACCUMULATIONS, Begin, Boundary, Script
 
 Woven = Generator[Any, Any, None]
 Weave = Callable[[Script], Woven]
-"""Adds effects to a script, before and after the script's own."""
+"""Adds effects to a script, before and after the script's own effects."""
 
 
 class CommLane:
@@ -28,8 +28,8 @@ class CommLane:
     same collectives in the same order.
 
     Args:
-        strategy: Its updates are performed.
-        replica: This rank's; it exchanges gradients as the strategy needs.
+        strategy: The strategy whose updates are performed.
+        replica: This rank's replica; it exchanges gradients as the strategy needs.
         performers: The performer of each kind of effect.
         asks_ahead: Whether an update may begin with an effect that needs no gradients.
         weave: Adds the guards' effects to the strategy's effects.
@@ -57,11 +57,11 @@ class CommLane:
         self.progress.bytes_before = replica.exchange.sent_bytes
 
     def advance(self, round: Round, opening: Pending[None] | None) -> Round:
-        """Hand `round` to the waiting reduction, and perform effects until the update ends or the next one waits.
+        """Pass `round` to the waiting reduction, and perform effects until the update ends or the next reduction waits.
 
         Args:
             round: The round, closed.
-            opening: A call of `open` that was spawned before, if one was; its error, if any, is raised here.
+            opening: The result of an earlier spawned `open`, if any; its error is raised here.
         """
         # It is over on this thread, which runs one after the other; the result raises what it raised.
         if opening is not None:
@@ -129,7 +129,7 @@ class CommLane:
     def open(self) -> None:
         """Perform the effects that come before the next gradients, unless that has been done.
 
-        This may run while those gradients accumulate, because the model's parameters stay as they are.
+        This may run while those gradients accumulate, because it does not change the model's parameters.
         """
         if self._waits_for is None:
             self._waits_for = next(self._script)
@@ -139,7 +139,7 @@ class CommLane:
             self.progress.lane_seconds += self._timer.since(started)
 
     def _updates(self) -> Script:
-        """Yield the effects of one update after the other, without end."""
+        """Yield the effects of all updates, without end."""
         while True:
             if self.asks_ahead:
                 yield Begin()

@@ -40,11 +40,11 @@ from stretto.optimizer import Hyperparameters, Schedule, read_hyperparameters
 from stretto.records import Incident, Update
 
 Until = Literal["any", "all"]
-"""Whose data end a pass: those of any rank, or those of all."""
+"""Which ranks' data must have ended to end a pass: any rank's, or all ranks'."""
 
 
 class Stage(Enum):
-    """Where a rank's rounds are; see Note [The stages of a round]."""
+    """The stage of a rank's rounds; see Note [The stages of a round]."""
 
     ACCUMULATING = "accumulating"
     READY = "ready"
@@ -53,17 +53,17 @@ class Stage(Enum):
 
 
 BEFORE = dict(zip(Stage, (Stage.ARRIVED, *Stage), strict=False))
-"""What each stage comes after."""
+"""The stage before each stage."""
 SUBMITTED = (Stage.IN_FLIGHT, Stage.ARRIVED)
-"""A round has been submitted, and is not installed."""
+"""Stages in which a round has been submitted and not installed."""
 
 
 class RoundState:
     """The stage of this rank's rounds, and the votes of all ranks. As text it is rank and step, for messages.
 
     Args:
-        rank: This one.
-        num_rounds: In an update.
+        rank: This rank.
+        num_rounds: Number of rounds in an update.
     """
 
     def __init__(self, rank: int, num_rounds: int) -> None:
@@ -73,13 +73,12 @@ class RoundState:
         self.at_boundary = True
         """Whether the last installed round ended an update."""
         self.vote = Vote.GO_ON
-        """What this rank says in its rounds: it continues, is exhausted, has left a pass, asks all to stop, or
-        drains.
-        """
+        """This rank's vote in its rounds: it continues, is exhausted, has left a pass, asks all ranks to stop, or
+        only submits remaining rounds."""
         self.votes: list[Vote] = []
-        """Each rank's report in the last installed round."""
+        """Each rank's vote in the last installed round."""
         self.asks = self.asked = Asks.NOTHING
-        """What this rank asks in its rounds, and what ranks have asked together in those of the last update."""
+        """This rank's requests in its rounds, and the combined requests of all ranks in the last update's rounds."""
         self.num_changes = 0
         """How many rounds were closed and installed: in between, nothing that ranks have agreed on changes."""
         self._is_stopped = False
@@ -87,7 +86,7 @@ class RoundState:
         self.stage = Stage.ACCUMULATING
         self._last = num_rounds - 1
         self.place = 0
-        """In its update, of the round that accumulates; it is one ahead of the round in flight."""
+        """Index of the accumulating round in its update; one ahead of the round in flight."""
 
     def __str__(self) -> str:
         return f"rank {self._rank}, after step {self.steps}"
@@ -95,10 +94,10 @@ class RoundState:
     # Rounds
 
     def enter(self, stage: Stage) -> None:
-        """Continue to the next stage.
+        """Enter the next stage.
 
         Raises:
-            OutOfTurn: It is not the next one.
+            OutOfTurn: It is not the next stage.
         """
         if self.stage is not BEFORE[stage]:
             raise OutOfTurn(
@@ -111,12 +110,12 @@ class RoundState:
             self.place = 0 if self.place == self._last else self.place + 1
 
     def install(self, *, at_boundary: bool, steps: int, met: RoundReport | None) -> None:
-        """What a round brought is installed.
+        """Record that a round's values are installed.
 
         Args:
             at_boundary: Whether it ended an update.
-            steps: Committed updates so far.
-            met: The reports of all ranks; None if they have not met in it.
+            steps: Number of committed updates so far.
+            met: The votes of all ranks; None if they did not communicate in it.
         """
         self.enter(Stage.ACCUMULATING)
         if self.at_boundary:
@@ -151,23 +150,23 @@ class RoundState:
     # What ranks say
 
     def end_data(self) -> None:
-        """This rank's data have ended."""
+        """Note that this rank's data have ended."""
         self.vote = max(self.vote, Vote.DATA_ENDED)
 
     def stop(self) -> None:
-        """This rank asks all ranks to stop."""
+        """Ask all ranks to stop."""
         self.vote = max(self.vote, Vote.STOP)
 
     def finish(self) -> None:
-        """This rank has left its loop for good, and only submits remaining rounds."""
+        """Note that this rank has left its loop for good, and only submits remaining rounds."""
         self.vote = Vote.FINISHING
 
     @contextmanager
     def finishing(self, *, forgets: bool) -> Iterator[None]:
-        """For the block, this rank only submits remaining rounds.
+        """During the block, let this rank only submit remaining rounds.
 
         Args:
-            forgets: Whether the votes in it were about nothing else, and not about the end of the data.
+            forgets: Whether votes in the block only concern these rounds, and not the end of the data.
         """
         own, self.vote = self.vote, Vote.FINISHING if self._is_stopped else Vote.PASS_LEFT
         yield
@@ -176,18 +175,20 @@ class RoundState:
             self.votes = []
 
     def begin_pass(self) -> None:
-        """Start again after an agreed end of data, which a loop over epochs passes many times; a stop stays."""
+        """Start again after an agreed end of data, which a loop over epochs passes many times; a request to stop
+        stays.
+        """
         if self.vote == Vote.DATA_ENDED:
             self.vote = Vote.GO_ON
         self._is_stopped |= max(self.votes, default=Vote.GO_ON) == Vote.STOP
         self.votes = [Vote.STOP if self._is_stopped else Vote.GO_ON for _ in self.votes]
 
     def resume_pass(self, votes: Sequence[Vote]) -> None:
-        """Continue with these reports of ranks, from a checkpoint."""
+        """Continue with these votes of the ranks, from a checkpoint."""
         self.votes = list(votes)
 
     def end_pass(self) -> None:
-        """All ranks have agreed to end; if one of them asked for it, they end for good."""
+        """Record that all ranks have agreed to end; if one of them asked to stop, they end for good."""
         self._is_stopped |= max(self.votes, default=Vote.GO_ON) >= Vote.STOP
 
     def is_pass_over(self, until: Until) -> bool:
@@ -216,9 +217,9 @@ class ComputeLane:
 
     Args:
         model: The user's model and optimizer.
-        comm: The other lane.
+        comm: The communication lane.
         quota: Micro-batches of a rank in each round of an update.
-        failures: Reports to the other ranks that this one ends with an error.
+        failures: Reports to the other ranks if this rank ends with an error.
         scheduler: Any object with `step()`, called at every committed update; or None.
         allow_unused: Accept parameters that no rank used in the first update.
         accumulate: Makes the accumulation, from parameters and a buffer.
@@ -241,7 +242,7 @@ class ComputeLane:
         self._schedule = None if scheduler is None else Schedule(scheduler)
         self.rounds = RoundState(comm.replica.rank, len(quota.minima))
         self.where: object = self.rounds
-        """Rank and step, for messages: they are put into words where there is one."""
+        """Rank and step, for messages; formatted only when a message is needed."""
         self.num_counted = 0  # micro-batches of this rank, of any weight, since the job began or was loaded
         self._ready: Round | None = None  # while one is
         self._in_flight: Pending[Round] | None = None  # while one is
@@ -275,7 +276,7 @@ class ComputeLane:
 
     @property
     def has_round_ready(self) -> bool:
-        """Whether a round waits for its start."""
+        """Whether a round is ready to be submitted."""
         return self.rounds.stage is Stage.READY
 
     @property
@@ -287,7 +288,7 @@ class ComputeLane:
 
     @property
     def ends_with_next(self) -> bool:
-        """Whether the next micro-batch is sure to be an update's last; asked where no round is ready."""
+        """Whether the next micro-batch is certainly an update's last; called only if no round is ready."""
         count = self.accumulation.contribution.count + 1
         return self.rounds.is_in_last_round and count >= self.quota.maxima[-1]
 
@@ -316,7 +317,7 @@ class ComputeLane:
         """Run a micro-batch's backward pass.
 
         Raises:
-            LossNotScalar: The loss is no tensor of one floating-point element.
+            LossNotScalar: The loss is not a floating-point tensor with one element.
             UsageError: It depends on no parameter.
         """
         is_loss = isinstance(loss, Tensor) and loss.is_floating_point() and loss.numel() == 1
@@ -336,14 +337,16 @@ class ComputeLane:
             raise
 
     def check_untouched(self) -> None:
-        """Raise `GradientsTouched` or `ParametersTouched` if anybody has written them since the last micro-batch."""
+        """Raise `GradientsTouched` or `ParametersTouched` if user code has written them since the last micro-batch."""
         self.accumulation.check_untouched(self.where)
         self.model.check_unwritten(self.where)
 
     def count(
         self, weight: float, loss: Tensor | None, samples: int, fresh_samples: int, lacks: bool = False
     ) -> Update | None:
-        """Count one micro-batch whose gradients have arrived, unless it may lack any; close and install full rounds."""
+        """Count one micro-batch with its gradients, which `lacks` says may be incomplete; close and install full
+        rounds.
+        """
         # A micro-batch that the caller has run may come without a forward pass that would have submitted the round.
         self.submit_if_ready()
         if weight > 0 and not (self.accumulation.has_arrived or lacks):
@@ -425,7 +428,9 @@ class ComputeLane:
         return self._ready
 
     def end_round(self) -> Update | None:
-        """Let guards inspect the accumulating round a last time, install the round before, and close it unchanged."""
+        """Let guards check the accumulating round a last time, install the previous round, and close this one
+        unchanged.
+        """
         # Before the installation, which takes the present versions for its own.
         self.accumulation.check_untouched(self.where)
         self.model.check_unwritten(self.where)
@@ -438,7 +443,7 @@ class ComputeLane:
         return update
 
     def _install_round(self) -> Update | None:
-        """Wait for the round in flight, install what it brought, and return the update it committed."""
+        """Wait for the round in flight, install its values, and return the update it committed."""
         round, self._arrived = self.wait_for_lane(), None
         if round is None:
             raise OutOfTurn(f"{self.where}: a round ends that has not begun; please report it")
@@ -488,15 +493,15 @@ class ComputeLane:
         return self._arrived
 
     def _leave(self, *, waits: bool) -> None:
-        """Leave the communication lane, once it is done or at once, and remove all hooks."""
+        """Stop the communication lane, once its work is done or at once, and remove all hooks."""
         if not waits:
             self.show_what_is_left()
         (self.runtime.join if waits else self.runtime.leave)()
         self.hooks.remove()
 
     def show_what_is_left(self) -> None:
-        """An error has ended the job: show the last complete update if it is shown already, or if this rank has all
-        of it.
+        """After an error that ended the job, show the last complete update, if it is shown already or this rank
+        holds all of it.
 
         Masters belong to the next update if its last round has been submitted.
         """
@@ -550,7 +555,9 @@ class ComputeLane:
         return not self.rounds.is_under_way and self._opening is None
 
     def drop(self) -> bool:
-        """Drop the counted micro-batches of the next update; return False, and drop nothing, if some are submitted."""
+        """Drop the counted micro-batches of the next update, and return True; return False if some are already
+        submitted.
+        """
         if self.rounds.place or self.has_round_ready:
             return False
         self.accumulation.restart()
@@ -559,12 +566,12 @@ class ComputeLane:
         return True
 
     def let_go(self) -> None:
-        """Let go of the model; see Note [Dropped jobs] in `engine/holding.py`."""
+        """Release the model; see Note [Dropped jobs] in `engine/holding.py`."""
         self.hooks.unhook()
         self.lifetime.retire()
 
     def check_alike(self, what: str) -> None:
-        """Raise `OutOfTurn` if a round is in flight that other ranks may not have submitted, under a `Clock`."""
+        """Raise `OutOfTurn` under a `Clock`, if a round is in flight that other ranks may not have submitted."""
         if self.rounds.is_under_way and not self.quota.is_fixed:
             raise OutOfTurn(
                 f"{self.where}: {what} while a round is in flight, under a Clock: other ranks may have counted fewer "
@@ -572,7 +579,7 @@ class ComputeLane:
             )
 
     def check_between_updates(self, what: str) -> None:
-        """Raise `OutOfTurn` in the middle of an update, whose contributions `what` would lose."""
+        """Raise `OutOfTurn` in the middle of an update, whose contributions the call `what` would lose."""
         self._finish_opening()
         accumulation = self.accumulation
         started = accumulation.has_arrived or (
@@ -602,7 +609,8 @@ class ComputeLane:
             self.model.accept_writes(lambda: self.replica.differs(self.model.parameters), self.where)
 
     def show_committed(self, *, meets: bool = False) -> None:
-        """Put the committed parameters and the agreed buffers into the model; all ranks must call, alike.
+        """Put the committed parameters and the agreed buffers into the model; all ranks must call it, with equal
+        arguments.
 
         Args:
             meets: Let ranks agree on writes to buffers: see Note [Buffers that are written at rest].
@@ -647,7 +655,7 @@ class ComputeLane:
             self._opening = Arrived(self._opening.result())
 
     def reduce_early(self) -> Round:
-        """Exchange now the gradients of the round submitted next, for a checkpoint and for it; all must call."""
+        """Exchange the gradients of the next round now, for a checkpoint and for that round; all ranks must call it."""
         ready = self.close_round()
         if not ready.is_reduced:
             ready.vote, ready.asks = self.rounds.vote, self.rounds.asks
@@ -658,24 +666,26 @@ class ComputeLane:
         return ready
 
     def written_since_closed(self) -> dict[str, Buffer]:
-        """Return, by name, what buffers were when the ready round was closed, where that is no longer so."""
+        """Return, by name, buffers that have changed since the ready round was closed, with their values at that
+        time.
+        """
         if self._ready is None:
             return {}
         return self.buffer_sync.written_since(self._ready.buffers, self.model.trained_buffers)
 
     def closed_with(self, closed: Mapping[str, Buffer]) -> None:
-        """Let the ready round be as if it had been closed with these buffers, by name."""
+        """Replace the ready round's buffers by these, by name."""
         device = self.layout.sets[0].device
         pairs = zip(self.buffer_sync.names, self.close_round().buffers, strict=True)
         buffers = [at(closed[name], device) if name in closed else value for name, value in pairs]
         self.close_round().buffers = buffers
 
     def begin_again(self, steps: int, round_index: int) -> None:
-        """Continue after so many updates and rounds, whose state is in place; drop accumulated gradients.
+        """Continue after so many updates and rounds, whose state is loaded; drop accumulated gradients.
 
         Args:
-            steps: Updates that are committed.
-            round_index: Of the round that comes next.
+            steps: Number of committed updates.
+            round_index: Index of the next round.
         """
         self._ready = None
         self.accumulation.begin(self.accumulation.buffer)
@@ -692,7 +702,8 @@ class ComputeLane:
             listener.round_closed()
 
     def began_again(self) -> None:
-        """Begin with the present state of the job, once all of a checkpoint's state is loaded; all ranks must call.
+        """Begin with the current state of the job, once a checkpoint's state is completely loaded; all ranks must
+        call it.
 
         Until training continues, the committed parameters are shown.
         """
@@ -707,7 +718,7 @@ class ComputeLane:
 
     @contextmanager
     def aside(self, accumulation: Accumulation) -> Iterator[None]:
-        """Accumulate the gradients of the block in another round."""
+        """During the block, accumulate gradients in another round."""
         own, self.accumulation = self.accumulation, accumulation
         own.stand_in = accumulation  # autograd's hooks hold `own`, and hooks cannot change places
         accumulation.attach()

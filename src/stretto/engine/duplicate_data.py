@@ -1,8 +1,8 @@
-"""A look at whether ranks read the same batches, in a job's first rounds: the commonest fault of a new loop.
+"""A check in a job's first rounds whether ranks read the same batches, the most common fault of a new loop.
 
-Ranks that train the same parameters on the same batch have the same loss to the bit, and others hardly ever have.
-Losses come with the round reports anyway, so nothing is sent or waited for. A loss that stays what it is, as of a model
-whose head begins with zeros, says nothing and is passed over.
+Ranks that train the same parameters on the same batch have the same loss to the bit, and others hardly ever have. The
+round reports contain the losses, so the check sends nothing and waits for nothing. It skips a constant loss, as in a
+model whose head starts with zeros, because that proves nothing.
 """
 
 import logging
@@ -14,30 +14,30 @@ from numpy.typing import NDArray
 _log = logging.getLogger("stretto")
 
 ROUNDS = 4
-"""With equal losses in a row, which must differ from round to round: chance has to repeat itself as often."""
+"""Number of consecutive rounds with equal losses that are evidence; the losses must differ between rounds."""
 MOST_ROUNDS = 64
-"""After which the check ends."""
+"""Number of rounds after which the check ends."""
 
 
 class DuplicateDataCheck:
-    """Which ranks have had the same losses so far.
+    """Groups of ranks with the same losses so far.
 
     Args:
-        ranks: How many there are.
+        ranks: Number of ranks.
     """
 
     def __init__(self, ranks: int) -> None:
         self._labels = [0] * ranks
-        """Of each rank, the first one with the same losses."""
+        """By rank: the first rank with the same losses."""
         self._last = [math.nan] * ranks
         self._seen = self._counted = 0
 
     def look(self, records: NDArray[np.void], where: str) -> bool:
-        """Take a round's reports; return whether to look at the next one.
+        """Compare a round's reports; return whether to compare the next round's.
 
         Args:
-            records: Of `RoundReport`; all ranks hold the same.
-            where: Rank and step, for the message, which rank 0 gives.
+            records: Records of `RoundReport`, equal on all ranks.
+            where: Rank and step, for rank 0's message.
         """
         self._seen += 1
         losses = (records["loss_sum"] / np.maximum(records["loss_weight"], 1e-300)).tolist()

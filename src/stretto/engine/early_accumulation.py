@@ -35,16 +35,16 @@ from stretto.engine.replica import Replica
 
 
 class EarlyAccumulation(Accumulation):
-    """Accumulates gradients, and lets them leave during the last backward pass of a round.
+    """Accumulates gradients, and sends them during the last backward pass of a round.
 
     See Note [Hidden reductions].
 
     Args:
         parameters: In the layout's order.
         buffer: The buffer of the first round.
-        model: Asked for hooks.
-        replica: Begins an early reduction.
-        micro_batches: Of a round.
+        model: Searched for hooks.
+        replica: Starts an early reduction.
+        micro_batches: Number per round.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class EarlyAccumulation(Accumulation):
                 self._buckets_by_slot[slot.index].append(bucket)
         self._numel = sum(slot.numel for slot in buffer.layout.slots)
         self._leaves = False
-        """Whether gradients leave during the backward pass in progress."""
+        """Whether gradients are sent during the current backward pass."""
         super().__init__(parameters, buffer)
 
     def backward(self, loss: Tensor, weight: float) -> None:
-        """Add the gradient of `weight` times the loss, which may leave at once if the round is complete with it."""
+        """Add the gradient of `weight` times the loss; if it completes the round, send it at once."""
         may_leave = (
             self.contribution.count == self._micro_batches - 1
             and self._replica.overlaps_backward
@@ -91,7 +91,7 @@ class EarlyAccumulation(Accumulation):
             self._leaves = False
 
     def before_gradient(self, index: int, gradients: Gradients) -> Gradients | None:
-        """Let those leave that have come, before another gradient is added."""
+        """Send complete buckets before another gradient is added."""
         if self._leaves and gradients[0] is not None:
             if self._announced is not None:
                 self._come(self._announced)
@@ -99,7 +99,7 @@ class EarlyAccumulation(Accumulation):
         return super().before_gradient(index, gradients)
 
     def _come(self, index: int) -> None:
-        """Note that a gradient has been added, and continue with the early reduction."""
+        """Note that a gradient has been added, and continue the early reduction."""
         if not self._has_come[index]:
             self._has_come[index] = 1
             for bucket in self._buckets_by_slot[index]:
@@ -117,7 +117,7 @@ class EarlyAccumulation(Accumulation):
 
 
 def _has_backward_hooks(model: nn.Module) -> bool:
-    """Return whether the user has put hooks on modules, or on all of them, that run in a backward pass."""
+    """Return whether the user has put hooks that run in a backward pass on any module, or on all."""
     everywhere: tuple[Any, ...] = (
         nn_module._global_backward_hooks,
         nn_module._global_backward_pre_hooks,

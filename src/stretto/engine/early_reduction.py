@@ -1,4 +1,4 @@
-"""The early reduction of a round's gradients: their sum over ranks, which continues as the gradients come.
+"""The early reduction of a round's gradients: their sum over ranks, which proceeds as the gradients become ready.
 
 Note [In the order of streams]
     Where works order streams, the host is ahead of its device: no collective is complete while a backward pass is
@@ -18,18 +18,19 @@ from stretto.flat import Slices
 
 
 class EarlyReduction:
-    """The sums of one round's gradients, begun.
+    """The sums of one round's gradients, in progress.
 
     The order in which collectives start is fixed. The caller decides when to continue, and ranks need not decide
     alike.
 
     Args:
         transfers: Sums gradients into `sums`.
-        sums: Of this rank's slices.
+        sums: Storage for this rank's slices.
         wait: Continues after a collective.
-        asks: Whether to ask if a collective is complete before `wait` is called; see Note [In the order of streams].
+        asks: Whether to check that a collective is complete before `wait` is called; see Note [In the order of
+            streams].
         side: The stream of early work; None for the caller's stream.
-        prepare: Prepares a bucket whose gradients have come, before it leaves; or None.
+        prepare: Prepares a bucket with complete gradients for sending; or None.
     """
 
     def __init__(
@@ -54,12 +55,12 @@ class EarlyReduction:
         self._is_invalidated = False
 
     def invalidate(self) -> None:
-        """Count the sent gradients as changed, regardless of their versions."""
+        """Mark the sent gradients as changed, regardless of their versions."""
         self._is_invalidated = True
 
     @property
     def is_stale(self) -> bool:
-        """Whether a gradient has changed after it was sent, so that ranks have summed something else."""
+        """Whether a gradient changed after it was sent, so that the sum is wrong."""
         return self._is_invalidated or any(view._version != version for view, version in self._left)
 
     def advance(self, come: Callable[[int], Sequence[Tensor] | None]) -> None:
@@ -79,7 +80,7 @@ class EarlyReduction:
             self._step(self._awaited)
 
     def finish(self) -> Slices:
-        """Continue to the end, with all gradients there, and return the sums."""
+        """Continue to the end, with all gradients ready, and return the sums."""
         while self._awaited is not None:
             self._step(self._awaited)
         if self._side is not None:

@@ -18,11 +18,11 @@ from stretto.errors import (
 from stretto.groups.connections import Connection
 
 _POLL_SECONDS = 0.05
-"""Seconds between two questions who has heard why this rank leaves."""
+"""Seconds between two checks of which ranks have read this rank's report."""
 _SEEN_BY_ALL = (NonFinite, Quarantined, RanksDisagree, UnusedParameters)
 """Errors that every rank finds and raises without a report, from the same round report or incidents."""
 _OF_ONE_WORKER = (ReplicaNonFinite, WorkerDisagrees)
-"""Those of them that only the ranks of one worker find."""
+"""Errors of these that only the ranks of one worker find."""
 
 
 def tell(
@@ -33,14 +33,14 @@ def tell(
     *,
     is_users: bool = False,
 ) -> bool:
-    """Report to the other ranks why this one leaves.
+    """Report to the other ranks why this rank leaves.
 
     Args:
         watcher: Reads and writes the store.
-        connections: Of the job's group.
-        error: Why.
+        connections: Connections of the job's group.
+        error: The reason.
         where: Rank and step.
-        is_users: Whether the user's code has raised it, so that its type says nothing about who knows of it.
+        is_users: Whether the user's code raised it, so that its type does not show which ranks know it.
 
     Returns:
         Whether the error was reported: not an error from another rank, nor an error that every rank finds alone.
@@ -55,7 +55,7 @@ def tell(
 
 
 def _await_hearing(watcher: Watcher, connections: Collection[Connection], error: BaseException) -> None:
-    """Wait until all who live have heard of an error, or left: the store ends with this process."""
+    """Wait until all living ranks have read of an error, or left: the store ends with this process."""
     deadline = time.monotonic() + ANSWER_SECONDS
     gone = {*watcher.silent, *(error.ranks if isinstance(error, PeerSilent) else ())}
     while watcher.look(ANSWER_SECONDS) and time.monotonic() < deadline:

@@ -1,9 +1,9 @@
-"""Failures: waits for collectives that raise once they cannot complete, and the end of a job on all ranks.
+"""Failures: waits that raise once a collective cannot complete, and the end of a job on all ranks.
 
-A healthy round passes `FailureDetector.wait` alone. Only a wait that lasts looks around
-(`stretto.engine.stall_diagnosis`), at the findings of a second thread in the store (`stretto.engine.watcher`).
+A healthy round needs only `FailureDetector.wait`. A long wait is diagnosed (`stretto.engine.stall_diagnosis`) from what
+a second thread reads in the store (`stretto.engine.watcher`).
 
-Note [Who lets go last]
+Note [The last reference to a collective]
     A thread of Gloo holds a collective for a moment after it has completed. If that thread is the last to let go, it
     frees the tensors, for which it needs Python's lock. In a program that ends at once Python never gives the lock:
     it ends the thread instead, in C++ that cannot be unwound, and the process aborts ("terminate called without an
@@ -31,23 +31,23 @@ from stretto.groups import connections_of, may_wait_again, orders_streams, ranks
 
 _SHORTEST_PAUSE_SECONDS = 2e-5
 _LONGEST_PAUSE_SECONDS = 1e-3
-"""Between two questions whether a collective is complete: short where it soon is, long where others are late."""
+"""Longest pause between two checks whether a collective is complete: short if it soon is, long if others are late."""
 _KEPT = 8
 """Completed collectives that are kept; see Note [Who lets go last]. Of 400 programs that never yielded the lock,
 5 aborted with 2 kept, and none with 8."""
 BACKEND_MARGIN_SECONDS = 5.0
-"""The backend's timeout comes after the library's, which names the silent rank, and not long after: a process
-cannot end while the backend waits."""
+"""The backend's timeout comes this long after the library's, which names the silent rank; a process cannot end while
+the backend waits."""
 
 
 class FailureDetector:
     """Waits for collectives of one group, and exchanges failures with the group's other ranks.
 
     Args:
-        group: The job's group; ranks write their failures to its store.
-        device: Where the job's tensors are.
-        timeout_seconds: How long a collective may wait for a rank that neither answers nor dies.
-        silent_seconds: How long a rank may give no sign of life.
+        group: The job's group; ranks write their failures into its store.
+        device: Device of the job's tensors.
+        timeout_seconds: Seconds that a collective may wait for a rank that lives but does not answer.
+        silent_seconds: Seconds that a rank may give no sign of life.
         progress: Gives the job's step, for messages.
     """
 
@@ -62,7 +62,8 @@ class FailureDetector:
     ) -> None:
         self.group = group
         self.groups, self.waited_in = [group], [group]
-        """All that end with the job; and those in which ranks wait for each other, which an error of the job aborts."""
+        """All groups that end with the job; and the groups in which ranks wait for each other, which an error of the
+        job aborts."""
         self.rank = group.rank()
         self.world_size = group.size()
         self.timeout_seconds = timeout_seconds
@@ -79,12 +80,12 @@ class FailureDetector:
         # Where nobody ends the job; also as Python ends, because no thread may come out of C++ then.
         weakref.finalize(self, self._watcher.end, leaves=False)
         self.orders_streams = orders_streams(group, device)
-        """Whether works can be followed, and not only waited for."""
+        """Whether works can be followed without a wait."""
         self._followed: dict[Sequence[int] | None, Started] = {}
         """The last followed work, by participating ranks."""
 
     def among(self, group: dist.ProcessGroup, ranks: Sequence[int], where: str = " inside a node") -> Wait:
-        """Return what waits for collectives of `group`, which only these ranks of the job share; it ends with the job.
+        """Return the wait for collectives of `group`, which only these ranks of the job share; it ends with the job.
 
         They learn of a failure of any rank of the job; silence or a closed connection is attributed to one of them.
         """
@@ -93,11 +94,11 @@ class FailureDetector:
         return lambda work, what: self.wait(work, f"{what}{where}", ranks)
 
     def follow_among(self, ranks: Sequence[int], where: str = " inside a node") -> Wait:
-        """Return what follows collectives of a group that was given to `among`."""
+        """Return the follow for collectives of a group that was passed to `among`."""
         return lambda work, what: self.follow(work, f"{what}{where}", ranks)
 
     def follow(self, work: dist.Work, what: str, ranks: Sequence[int] | None = None) -> None:
-        """Continue after `work`, which orders streams: what the caller's stream is given next comes after it.
+        """Continue after `work`, which orders streams: what the caller queues next on its stream runs after it.
 
         The host does not wait. The next `wait` for a work of the same group, or `catch_up`, finds whether the work
         has completed. See `wait` for arguments and errors.
@@ -118,9 +119,9 @@ class FailureDetector:
         """Wait for `work`; `what` names it in messages.
 
         Args:
-            work: In progress.
-            what: For messages.
-            ranks: Who takes part; None for all.
+            work: A collective in progress.
+            what: Its name in messages.
+            ranks: The participating ranks; None for all.
 
         Raises:
             PeerFailed: A rank died or raised, or this rank's own failure has ended the job.
@@ -155,25 +156,26 @@ class FailureDetector:
         )
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Return what to raise for an error of a job: on a group that the watcher has aborted, what it had found."""
+        """Return the error to raise for an error of a job: if the watcher aborted the group, the watcher's finding."""
         is_backends = isinstance(error, RuntimeError) and not isinstance(error, StrettoError)
         if is_backends and self._watcher.has_aborted:
             return self._stall_diagnosis("start of a collective", None).into(error)
         return error
 
     def let_go(self) -> None:
-        """Drop the collectives that are kept, which hold what they have sent: at the start, a copy of the model."""
+        """Drop the kept collectives, which hold what they have sent: at the start, a copy of the model."""
         self._completed.clear()
 
     def tell(self, error: BaseException, *, is_users: bool = False) -> bool:
-        """Report to the other ranks why this one leaves (`stretto.engine.failure_broadcast`), and end the waits of its
-        lane."""
+        """Report to the other ranks why this rank leaves (`stretto.engine.failure_broadcast`), and end the waits of
+        its lane.
+        """
         is_told = tell(self._watcher, self._connections, error, self.where, is_users=is_users)
         self._watcher.end()
         return is_told
 
     def end(self) -> None:
-        """Give no more signs of life, after the last collective."""
+        """Stop the signs of life, after the last collective."""
         self._watcher.end(finishes=True)
 
     @property
@@ -201,7 +203,7 @@ class Lifetime:
 
     @contextlib.contextmanager
     def running(self, *, is_users: bool = False) -> Iterator[None]:
-        """Refuse use after the end; any error inside the block ends the job on all ranks.
+        """Refuse calls after the end of the job; any error in the block ends the job on all ranks.
 
         Args:
             is_users: Whether the user's code runs in the block; see `FailureDetector.tell`.
@@ -232,9 +234,7 @@ class Lifetime:
             raise cause from error
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Return the cause of the end of the job, when `error` leaves the user's code; see
-        `FailureDetector.cause_of`.
-        """
+        """Return the cause of the job's end when `error` leaves the user's code; see `FailureDetector.cause_of`."""
         return error if self.ended_because is not None else self.failures.cause_of(error)
 
     def fail(self, error: BaseException, *, is_users: bool = False) -> None:
@@ -259,7 +259,7 @@ class Lifetime:
         self.has_finished = True
 
     def retire(self) -> None:
-        """Release the job's groups, in time."""
+        """Release the job's groups later, at a safe time."""
         for group in self.failures.groups:
             retire(group)
 

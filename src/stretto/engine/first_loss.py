@@ -1,4 +1,4 @@
-"""A look at the first loss of a job: whether somebody scales it, or computes it in float16.
+"""A check of the first loss of a job: whether it is scaled, or computed in float16.
 
 Gradients of a scaled loss have a factor that Stretto does not divide out: it causes no error, but clipping, averages
 of raw gradients and SGD are wrong by it. A factor alone proves nothing, because losses may have any. So Stretto
@@ -19,11 +19,11 @@ from stretto.errors import UsageError
 _log = logging.getLogger("stretto")
 
 NEAREST = 16
-"""Nodes of the graph, the loss's own first, among which a scaler's factor is looked for."""
+"""Number of nodes of the graph, starting with the loss's own, that are searched for a scaler's factor."""
 
 
 def check_first_loss(loss: Tensor, where: object) -> None:
-    """Look through the graph of `loss`, before its backward pass.
+    """Search the graph of `loss`, before its backward pass.
 
     Raises:
         UsageError: A `GradScaler` has scaled it.
@@ -44,7 +44,7 @@ def check_first_loss(loss: Tensor, where: object) -> None:
 
 
 def _graph(loss: Tensor) -> Iterator[Any]:
-    """The nodes of a backward pass, those next to the loss first."""
+    """Yield the nodes of a backward pass, the nearest to the loss first."""
     waiting, seen = deque([loss.grad_fn]), {loss.grad_fn, None}
     while waiting:
         yield (node := waiting.popleft())
@@ -55,7 +55,7 @@ def _graph(loss: Tensor) -> Iterator[Any]:
 
 
 def _factors(node: Any) -> list[Tensor]:
-    """The numbers that a node multiplies by, if they may be a scaler's: scalar tensors that are not trained.
+    """Return the factors in a node that may be a scaler's: scalar tensors that are not trained.
 
     A scaler keeps its factor in float32; a Python number in a user's loss becomes a tensor of 64 bits.
     """
@@ -70,7 +70,7 @@ def _factors(node: Any) -> list[Tensor]:
 
 
 def _scales() -> Iterator[float]:
-    """The factors of all `GradScaler`s of this process, except factors of 1."""
+    """Yield the factors of all `GradScaler`s of this process, except factors of 1."""
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.amp.GradScaler) and (scale := thing.get_scale()) != 1:
             yield scale

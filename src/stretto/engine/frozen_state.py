@@ -1,4 +1,4 @@
-"""Tensors of a model that no step trains."""
+"""The tensors of a model that are not trained."""
 
 from torch import Tensor, nn
 

@@ -1,4 +1,4 @@
-"""Which job trains a parameter, and whether anybody still holds that job: one that was dropped cannot be finished.
+"""The job that trains a parameter, and whether any object still refers to that job: a dropped job cannot be finished.
 
 Note [Dropped jobs]
     Hooks keep a job, and autograd's nodes keep the hooks, in C++ where Python's garbage collection does not look: a
@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from stretto.engine import misuse
 
 _JOB = "stretto job"
-"""Key in the metadata of autograd's nodes that a job has hooks on."""
+"""Key of the job in the metadata of autograd's nodes."""
 
 
 def adding_node(parameter: Tensor) -> Any:
@@ -36,7 +36,7 @@ def adding_node(parameter: Tensor) -> Any:
 
 
 class LeftEstimate:
-    """Refuses copies while a parameter shows an estimate that no job corrects; see Note [Estimates that stay]."""
+    """Refuses copies while a parameter shows an estimate that no job will replace; see Note [Estimates that stay]."""
 
     def __init__(self, parameters: Sequence[Tensor], where: str) -> None:
         self._left = [(weakref.ref(parameter), parameter._version) for parameter in parameters]
@@ -52,14 +52,14 @@ class LeftEstimate:
         """Refuse a copy.
 
         Raises:
-            EstimateShown: Says what to load.
+            EstimateShown: It raises always; the message names the state to load.
         """
         if self.is_shown:
             raise misuse.estimate_left(self._where)
 
 
 class Mark:
-    """What a job leaves on the nodes of its parameters, until it ends."""
+    """A job's mark on the nodes of its parameters, until it ends."""
 
     def __init__(self) -> None:
         self._holder: weakref.ref[object] | None = None
@@ -76,7 +76,7 @@ class Mark:
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody can still continue with the job, or finish it."""
+        """Whether any code can still continue or finish the job."""
         return self._holder is None or self._holder() is not None
 
     def put(self, node: Any) -> None:
@@ -84,13 +84,13 @@ class Mark:
         node.metadata[_JOB] = self
 
     def remove(self, node: Any) -> None:
-        """Take the mark away, unless the next job has put its own there."""
+        """Remove the mark, unless the next job has put its own mark there."""
         if node.metadata.get(_JOB) is self:
             del node.metadata[_JOB]
 
 
 def mark_on(parameter: nn.Parameter) -> Mark | None:
-    """Return the mark of the job that trains `parameter`; None if none does that has not ended."""
+    """Return the mark of the job that trains `parameter`; None if no running job does."""
     is_dense = parameter.layout is torch.strided and not parameter.is_nested  # no job trains others
     if not parameter.requires_grad or is_lazy(parameter) or not is_dense:
         return None

@@ -1,4 +1,4 @@
-"""Hooks on the user's model and optimizer, by which a job hears of passes, and refuses what would be lost.
+"""Hooks on the user's model and optimizer, by which a job follows passes and refuses calls whose effect would be lost.
 
 Note [Hooks and copies]
     Hooks live in the model's own dictionaries. A copy of the model (a moving average, `copy.deepcopy`, a pickle) would
@@ -24,7 +24,7 @@ from stretto.optimizer import members_of
 
 
 def _do_nothing(*_: object) -> None:
-    """Stand for a hook in a copy of the model."""
+    """Replace a hook in a copy of the model."""
 
 
 def _no_hook() -> Callable[..., None]:
@@ -44,7 +44,7 @@ class _Hook(functools.partial[Any]):
 
 
 def _before_copies(model: nn.Module, call: Callable[[], None]) -> list[Any]:
-    """Have `call` called before a part of the model is copied, pickled or gives its state away; return handles."""
+    """Call `call` before a part of the model is copied, pickled or returns its state; return handles."""
     modules = {id(module) for module in model.modules()}
 
     def state_dict(module: nn.Module, *_: object, before_copy: Callable[[], None]) -> None:
@@ -56,7 +56,9 @@ def _before_copies(model: nn.Module, call: Callable[[], None]) -> list[Any]:
 
 
 def shows_estimate(model: nn.Module) -> bool:
-    """Whether an ended job over this model or a part of it has left an estimate; forget estimates that are gone."""
+    """Return whether an ended job has left an estimate in this model or a part of it; drop records of deleted
+    models.
+    """
     is_shown = False
     for module in model.modules():
         for key, hook in list(module._state_dict_pre_hooks.items()):
@@ -74,8 +76,8 @@ class Hooks:
 
     Args:
         model: The user's model and optimizer.
-        before_gradient: Called with a slot's index and a gradient, alone in a tuple, before that is added;
-            may return another in the same form.
+        before_gradient: Called with a slot's index and a tuple of one gradient, before the gradient is added; may
+            return another such tuple.
         before_forward: Called before every forward pass of the model, with it and the arguments.
         where: Rank and step, for messages.
     """
@@ -89,12 +91,12 @@ class Hooks:
         where: object,
     ) -> None:
         self.mark = Mark()
-        """Says who holds the job."""
+        """Identifies the holder of the job."""
         self._user = model
         self._where = where
         self._handles: list[Any] = []
         self._nodes = [adding_node(parameter) for parameter in model.registered]
-        """Kept: a node and its hooks end with the last reference."""
+        """The nodes are kept here, because a node and its hooks end with the last reference."""
         for index, node in enumerate(self._nodes):
             self._handles.append(model.hook_gradient(index, node, functools.partial(before_gradient, index)))
             self.mark.put(node)
@@ -142,7 +144,7 @@ class Hooks:
             self._handles.append(member.register_load_state_dict_pre_hook(state))
 
     def unhook(self) -> None:
-        """Remove every hook from model and optimizer; do nothing when an ended job is dropped later."""
+        """Remove all hooks from model and optimizer; a job that is dropped after its end does nothing."""
         if not self._handles:
             return
         for handle in self._handles:
@@ -154,7 +156,7 @@ class Hooks:
             _before_copies(self._user.model, LeftEstimate(self._user.parameters, str(self._where)))
 
     def remove(self) -> None:
-        """Remove every hook, and give the parameters their gradients' fields back."""
+        """Remove all hooks, and restore the parameters' `.grad`."""
         self.unhook()
         for parameter in self._user.registered:
             parameter.grad = None

@@ -1,4 +1,4 @@
-"""The parts of one rank's job: everything that checkpoints, faults and tests may access."""
+"""The parts of one rank's job, which checkpoints, faults and tests may access."""
 
 import dataclasses
 
@@ -23,21 +23,20 @@ class Job:
     sharded: ShardedOptimizer
     """This rank's masters and private optimizer."""
     replica: Replica
-    """This rank's; it knows how equal the ranks' replicas are, and what they agree on."""
+    """This rank's replica; it knows which values are equal on all ranks."""
     compute: ComputeLane
     comm: CommLane
     layout_digest: str
-    """The same on all ranks, and in another job only if each of its ranks has the layout of the same here."""
+    """Digest of all ranks' layouts; equal in another job only if each of its ranks has the same layout."""
     node_group: NodeGroup | None = None
-    """The ranks of this node, where each holds a shard of the model."""
+    """The ranks of this node, if each holds a shard of the model."""
     num_checkpoints: int = 0
-    """Saved so far; the first one is checked for whether this job could load it."""
+    """Number of saves so far; the first is checked for whether this job could load it."""
 
     @property
     def everyone(self) -> Exchange:
-        """Among all ranks of the job, for messages at rest."""
+        """The exchange among all ranks of the job, for messages between updates."""
         return self.exchange if self.node_group is None else self.node_group.everyone
 
     def count_checkpoint(self) -> None:
-        """One more has been saved."""
         self.num_checkpoints += 1

@@ -1,4 +1,4 @@
-"""Layers that send their own messages, in addition to a job's messages."""
+"""Layers that communicate themselves, in addition to the job."""
 
 from torch import distributed as dist
 from torch import nn
@@ -9,15 +9,15 @@ from stretto.strategies import Strategy
 
 
 def check_messages(model: nn.Module, strategy: Strategy, group: dist.ProcessGroup) -> None:
-    """Raise where a layer sends during forward passes while a lane sends too, over NCCL.
+    """Raise if a layer communicates in forward passes while a lane also sends, over NCCL.
 
-    NCCL wants the operations of several communicators in one order on all ranks, or not at once. A lane that overlaps
-    keeps no such order with the forward pass. Gloo has no such rule.
+    NCCL requires the operations of several communicators in the same order on all ranks, unless they do not overlap. A
+    lane that overlaps keeps no such order with the forward pass. Gloo has no such rule.
 
     Args:
-        model: Of the user.
-        strategy: Of the job.
-        group: Of the job.
+        model: The user's model.
+        strategy: The job's strategy.
+        group: The job's group.
 
     Raises:
         UnsupportedModel: There is such a layer, and the strategy overlaps.

@@ -1,15 +1,15 @@
-"""A method of one object that is replaced for a while, and not in copies of the object."""
+"""A temporary replacement of one object's method, which copies of the object do not have."""
 
 from collections.abc import Callable
 from typing import Any
 
 
 class MethodPatch:
-    """Is called instead of an object's method, until it is removed.
+    """A function that is called instead of an object's method until it is removed.
 
     Args:
         owner: The object.
-        name: Of the method.
+        name: Name of the method.
         call: The replacement.
     """
 
@@ -22,11 +22,11 @@ class MethodPatch:
         return self._call(*args, **named)
 
     def __reduce__(self) -> Any:
-        """Be the class's own method in a copy or a pickle of the owner."""
+        """Return the class's own method, for a copy or a pickle of the owner."""
         return getattr, (self._owner, self._name)
 
     def remove(self) -> None:
-        """Give the owner back what it had, unless somebody has replaced that since."""
+        """Restore the owner's method, unless other code has replaced it since."""
         attributes = vars(self._owner)
         if attributes.get(self._name) is not self:
             return

@@ -1,4 +1,4 @@
-"""Errors for loops, models and losses that a job cannot follow; the code that notices the mistake raises them."""
+"""Errors for loops, models and losses that a job does not support; the code that notices the mistake raises them."""
 
 import math
 import operator
@@ -25,7 +25,7 @@ from stretto.strategies.contract import Effect, Preview, Step
 
 
 def no_loss(loss: object, where: object) -> UsageError:
-    """No backward pass can begin at this."""
+    """Return the error for a loss that has no backward pass."""
     if isinstance(loss, Tensor) and loss.is_floating_point() and loss.numel() == 1:
         return UsageError(
             f"{where}: the loss depends on no parameter that requires a gradient: expected a loss that the "
@@ -38,10 +38,10 @@ def no_loss(loss: object, where: object) -> UsageError:
 
 
 def read_weight(weight: object, where: object) -> float:
-    """Return the weight of a micro-batch that is no plain number, such as a tensor's.
+    """Return the weight of a micro-batch that is not a plain number, such as a tensor's.
 
     Raises:
-        ConfigError: It is none that float32 holds gradients and their sums with.
+        ConfigError: float32 cannot hold gradients with this weight, or their sums.
     """
     given: Any = weight.detach() if isinstance(weight, Tensor) else weight
     try:
@@ -54,10 +54,10 @@ def read_weight(weight: object, where: object) -> float:
 
 
 def read_samples(samples: object, where: object) -> int:
-    """Return how many samples a micro-batch has.
+    """Return the number of samples in a micro-batch.
 
     Raises:
-        ConfigError: It is no number of them.
+        ConfigError: It is not a count.
     """
     try:
         count = operator.index(samples)  # type: ignore[arg-type]  # is it one?
@@ -69,10 +69,10 @@ def read_samples(samples: object, where: object) -> int:
 
 
 def read_recorded_loss(loss: object, where: object) -> Tensor:
-    """Return a loss that only goes into the records.
+    """Return a loss that is only recorded.
 
     Raises:
-        LossNotScalar: It is no tensor of one floating-point element.
+        LossNotScalar: It is not a floating-point tensor with one element.
     """
     if not (isinstance(loss, Tensor) and loss.is_floating_point() and loss.numel() == 1) or loss.is_meta:
         raise no_loss(loss, where)
@@ -80,10 +80,10 @@ def read_recorded_loss(loss: object, where: object) -> Tensor:
 
 
 def read_weighed(outcome: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-    """Return loss, weight and samples, if a loss function has returned these.
+    """Return loss, weight and samples, if a loss function has returned all three.
 
     Raises:
-        LossNotScalar: It has returned a tuple of something else.
+        LossNotScalar: It has returned another kind of tuple.
     """
     if len(outcome) == len(("loss", "weight", "samples")):
         return outcome
@@ -101,17 +101,17 @@ def check_moved(
 ) -> None:
     """Raise if a parameter has another address, unless its memory has moved into shared memory.
 
-    It does so where a process is sent the model.
+    Memory moves when the model is sent to another process.
 
     Args:
-        names: Of the parameters.
-        tensors: Themselves.
-        memory: Result of `memory_of` when the job began.
-        before: Addresses that they had.
+        names: Names of the parameters.
+        tensors: The parameters.
+        memory: Result of `memory_of` at the start of the job.
+        before: Addresses at the start of the job.
         where: Rank and step, for messages.
 
     Raises:
-        ParametersTouched: Names the first one.
+        ParametersTouched: A parameter has another address; the message names the first.
     """
     for name, tensor, own, address in zip(names, tensors, memory, before, strict=True):
         is_shared = tensor.is_cpu and tensor.is_shared() and memory_of(tensor) == own
@@ -125,7 +125,7 @@ def check_written(
     """Raise if a parameter has another version than before.
 
     Raises:
-        ParametersTouched: Names the first one.
+        ParametersTouched: A parameter was written; the message names the first.
     """
     for name, old, new in zip(names, before, versions, strict=True):
         if old != new:
@@ -133,31 +133,31 @@ def check_written(
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return which memory a tensor has: the same after it has moved, and another after `.data =`."""
+    """Return an identifier of a tensor's memory: equal after a move, and different after `.data =`."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def check_exception(given: object) -> None:
-    """Raise unless a job can be said to have ended because of this.
+    """Raise unless a job can end because of this object.
 
     Raises:
-        ConfigError: It is no exception.
+        ConfigError: It is not an exception.
     """
     if not isinstance(given, BaseException):
         raise ConfigError(f"fail: expected an exception, found {shown(given)}")
 
 
 def check_step(error: Exception, effect: Effect, settings: Hyperparameters, where: object) -> None:
-    """Raise if a step of the optimizer, or a preview of one, has failed with the settings of its groups.
+    """Raise if a step of the optimizer, or a preview of a step, failed with the settings of its groups.
 
     Args:
         error: The raised error.
-        effect: Of the strategy, during which it was raised.
-        settings: Of the step.
+        effect: The strategy's effect that raised it.
+        settings: Settings of the step.
         where: Rank and step, for messages.
 
     Raises:
-        UsageError: Shows them.
+        UsageError: The step failed; the message shows the settings.
     """
     is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
     if is_memory or isinstance(error, StrettoError) or not isinstance(effect, Step | Preview):
@@ -170,10 +170,10 @@ def check_step(error: Exception, effect: Effect, settings: Hyperparameters, wher
 
 
 def check_graph(error: RuntimeError, where: object) -> None:
-    """Raise if a backward pass has failed because what its forward pass has used was written since.
+    """Raise if a backward pass failed because a tensor saved by its forward pass was written since.
 
     Raises:
-        UsageError: Says so.
+        UsageError: It failed for this reason.
     """
     if "modified by an inplace operation" in str(error):
         raise UsageError(
@@ -184,7 +184,7 @@ def check_graph(error: RuntimeError, where: object) -> None:
 
 
 def no_gradient(where: object) -> StepWithoutBackward:
-    """A micro-batch is counted whose gradient has not come."""
+    """Return the error for a counted micro-batch without a gradient."""
     return StepWithoutBackward(
         f"{where}: no gradient has arrived since the last micro-batch was counted: run the backward pass "
         "first, or count the micro-batch with weight=0 so that it adds nothing"
@@ -192,12 +192,12 @@ def no_gradient(where: object) -> StepWithoutBackward:
 
 
 def autocast_to_float16(where: object) -> UsageError:
-    """A forward pass runs in float16, whose small gradients vanish."""
+    """Return the error for a forward pass in float16, whose small gradients underflow."""
     return UsageError(f"{where}: float16 needs loss scaling: expected autocast to bfloat16")
 
 
 def gradients_written(where: object) -> GradientsTouched:
-    """Accumulated gradients are not what backward passes have left."""
+    """Return the error for accumulated gradients that user code has written."""
     return GradientsTouched(
         f"{where}: the accumulated gradients were changed outside backward, by clipping, scaling or zeroing: "
         "clip with Options(clip_norm=...), and weigh with backward(loss, weight)"
@@ -205,7 +205,7 @@ def gradients_written(where: object) -> GradientsTouched:
 
 
 def gradient_replaced(name: str, where: object) -> GradientsTouched:
-    """A parameter has another `.grad` than the one in which gradients accumulate."""
+    """Return the error for a parameter whose `.grad` was replaced."""
     return GradientsTouched(
         f"{where}: the gradient of {name!r} was replaced: remove zero_grad(), because Stretto zeroes gradients when it "
         "sends them; assign .grad only before parallel.count_micro_batch(), and call backward without create_graph=True"
@@ -213,7 +213,7 @@ def gradient_replaced(name: str, where: object) -> GradientsTouched:
 
 
 def others_gradients(names: Sequence[str], where: object) -> GradientsTouched:
-    """Gradients of a backward pass that the job has not run are neither counted nor dropped."""
+    """Return the error for gradients of a backward pass that the job did not run, neither counted nor dropped."""
     return GradientsTouched(
         f"{where}: {len(names)} parameters, {names[0]!r} among them, hold gradients of a backward pass of another job "
         "or of loss.backward(): drop them with parallel.discard(), or count them with parallel.count_micro_batch()"
@@ -221,7 +221,7 @@ def others_gradients(names: Sequence[str], where: object) -> GradientsTouched:
 
 
 def added_without_weight(name: str, weight: float) -> GradientsTouched:
-    """A gradient has passed by the hook that gives it its weight."""
+    """Return the error for a gradient that bypassed the hook for its weight."""
     return GradientsTouched(
         f"{name!r}: an autograd function has added to its gradient directly, without the weight {weight} that Stretto "
         "applies later to a loss or model of 16 bits: use weight=1.0, or return the gradient from the function"
@@ -229,7 +229,7 @@ def added_without_weight(name: str, weight: float) -> GradientsTouched:
 
 
 def estimate_left(where: object) -> EstimateShown:
-    """A job has ended by an error, or was dropped, while the model showed an estimate."""
+    """Return the error for a model that shows an estimate after its job has ended by an error or was dropped."""
     return EstimateShown(
         f"{where}: the model shows an estimate of a job that ended with an error or was dropped: expected "
         "committed parameters; load a checkpoint into a new DataParallel, or weights into the model"
@@ -254,20 +254,20 @@ DIALECTS = {
     "load_checkpoint": "call stretto.checkpoint.load(parallel, folder)",
     "prepare": "remove it: pass the bare model, optimizer and scheduler to DataParallel",
 }
-"""What to write for what the wrappers of DDP, Accelerate and DeepSpeed have."""
+"""Replacements for attributes of the wrappers of DDP, Accelerate and DeepSpeed."""
 
 
 class OfAnotherWrapper(UsageError, AttributeError):
-    """An attribute that wrappers of other libraries have; `hasattr` does not find it."""
+    """Raised for an attribute of other libraries' wrappers; `hasattr` returns False for it."""
 
 
 def of_another_wrapper(name: str, where: object) -> OfAnotherWrapper:
-    """Somebody asks for an attribute of `DIALECTS`, or calls the job as a model."""
+    """Return the error for an attribute in `DIALECTS`, or for calling the job as a model."""
     return OfAnotherWrapper(f"{where}: DataParallel has no {name!r} as other wrappers have: {DIALECTS[name]}")
 
 
 def optimizer_state_read(where: object) -> UsageError:
-    """The state of an optimizer is asked for, or to be loaded, which is not there."""
+    """Return the error for reading or loading the state of the user's optimizer, which has none."""
     return UsageError(
         f"{where}: the state of this optimizer is empty during the job, because Stretto steps a private "
         "optimizer instead: expected parallel.state_dict() and load_state_dict(), or checkpoint.save and load"
@@ -275,7 +275,7 @@ def optimizer_state_read(where: object) -> UsageError:
 
 
 def optimizer_copied(where: object) -> UsageError:
-    """A copy would be one without a state."""
+    """Return the error for copying the optimizer, whose copy would have no state."""
     return UsageError(
         f"{where}: a copy or a pickle of this optimizer, or of an object that holds it, such as a scheduler: "
         "its state is empty during the job, because Stretto steps a private optimizer instead: expected "
@@ -284,7 +284,7 @@ def optimizer_copied(where: object) -> UsageError:
 
 
 def job_copied() -> UsageError:
-    """A handle is no value."""
+    """Return the error for copying a job."""
     return UsageError(
         "a copy or a pickle of a DataParallel, or of an object that holds it: its connections and threads "
         "belong to this process: copy parallel.model inside `with parallel.settled():`, save with "
@@ -293,7 +293,7 @@ def job_copied() -> UsageError:
 
 
 def without_gradient(names: Sequence[str], where: object) -> UnusedParameters:
-    """Parameters that take no part in the loss."""
+    """Return the error for parameters that the loss does not use."""
     return UnusedParameters(
         f"{where}: {len(names)} parameters received no gradient on any rank, among them {names[:3]}: freeze "
         "them, or set Options(allow_unused=True), which skips them as PyTorch does"
@@ -301,7 +301,7 @@ def without_gradient(names: Sequence[str], where: object) -> UnusedParameters:
 
 
 def storage_rebound(name: str, where: object) -> ParametersTouched:
-    """A parameter has other memory than when it was wrapped."""
+    """Return the error for a parameter whose memory was replaced after it was wrapped."""
     return ParametersTouched(
         f"{where}: the storage of parameter {name!r} was replaced (.data = ..., .to(...), .half()): move the "
         "model to its device and dtype before wrapping"
@@ -309,7 +309,7 @@ def storage_rebound(name: str, where: object) -> ParametersTouched:
 
 
 def written_at_rest(name: str, where: object) -> ParametersTouched:
-    """A parameter holds something else at the end of a block of `settled`."""
+    """Return the error for a parameter that was written in a block of `settled`."""
     return ParametersTouched(
         f"{where}: parameter {name!r} was written inside settled() and has another value at the end of the "
         "block: restore the old value, or load weights through a checkpoint"
@@ -317,7 +317,7 @@ def written_at_rest(name: str, where: object) -> ParametersTouched:
 
 
 def parameter_written(name: str, where: object) -> ParametersTouched:
-    """A parameter holds something else than what the job has installed."""
+    """Return the error for a parameter that user code has written."""
     return ParametersTouched(
         f"{where}: parameter {name!r} was written between updates; load weights before wrapping, or through a "
         "checkpoint"
@@ -325,7 +325,7 @@ def parameter_written(name: str, where: object) -> ParametersTouched:
 
 
 def groups_changed(found: Sequence[int], before: Sequence[int], where: object) -> ParametersTouched:
-    """The optimizer's groups, by their numbers of parameters, are not those that the job knows."""
+    """Return the error for optimizer groups whose numbers of parameters have changed."""
     return ParametersTouched(
         f"{where}: the optimizer's groups hold {list(found)} parameters, {list(before)} when it was wrapped: "
         "expected the same groups: change them before wrapping, freeze a parameter with "
@@ -334,7 +334,7 @@ def groups_changed(found: Sequence[int], before: Sequence[int], where: object) -
 
 
 def parameters_added(count: int, where: object) -> ParametersTouched:
-    """The model trains parameters of which the job knows nothing."""
+    """Return the error for trainable parameters that were added after the model was wrapped."""
     return ParametersTouched(
         f"{where}: the model has {count} trainable parameters that it did not have when it was wrapped: wrap "
         "the complete model, after fully_shard, and then freeze the parameters that train later"
@@ -342,7 +342,7 @@ def parameters_added(count: int, where: object) -> ParametersTouched:
 
 
 def parameter_removed(name: str, where: object) -> ParametersTouched:
-    """The job trains a parameter that the model has not any more."""
+    """Return the error for a parameter that is no longer in the model."""
     return ParametersTouched(
         f"{where}: parameter {name!r} was removed from the model after wrapping; make a new DataParallel over the "
         "changed model"

@@ -26,7 +26,7 @@ trains = operator.attrgetter("requires_grad")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SavedView:
-    """What the model shows, or is to show again."""
+    """The values that the model shows, or will show again."""
 
     shown: Shown
     parameters: list[Tensor] | None
@@ -39,12 +39,12 @@ class SavedView:
 class UserModel:
     """A model, its trainable parameters and its optimizer.
 
-    Parameters may change at installs only. A version counter shows every other write, but those through `.data`.
+    Parameters may change only at installs. A version counter shows every other write, except writes through `.data`.
     Identity and address show replaced and rebound parameters.
 
     Args:
         model: The user's model.
-        parameters: The values that train, in the layout's order.
+        parameters: The trained values, in the layout's order.
         optimizer: The user's optimizer: read, never stepped.
         layout: Names the parameters.
         choices: The treatment of each buffer.
@@ -63,7 +63,7 @@ class UserModel:
         self.model = model
         self.parameters = parameters
         self.registered = parameters if registered is None else registered
-        """What autograd gives gradients to."""
+        """The tensors to which autograd gives gradients."""
         self.optimizer = optimizer
         self._members = members_of(optimizer)
         self.names = [slot.name for slot in layout.slots]
@@ -74,7 +74,7 @@ class UserModel:
         self.lacks_values = False
         """Whether the model shows an estimate of an earlier job, and no committed values were loaded since."""
         self.saved_view: SavedView | None = None
-        """Inside `settled`, what the model showed before; otherwise None."""
+        """In a `settled` block, the values that the model showed before; otherwise None."""
         self._ids = {id(parameter) for parameter in self.registered}
         self._groups = [member.param_groups for member in self._members]
         self._sizes = [len(one["params"]) for groups in self._groups for one in groups]
@@ -83,7 +83,7 @@ class UserModel:
         self.first_buffers = {
             original_name(name): one.detach().to("meta") for name, one in model.named_buffers()
         }
-        """Of which kinds buffers were when the model was wrapped, as in a fresh model that loads."""
+        """Kinds of the buffers when the model was wrapped, as in a fresh model that loads."""
         self._settled_until_training = False
         self._committed: Sequence[Tensor] | None = None
         """The values that `settle` shows."""
@@ -108,7 +108,7 @@ class UserModel:
         self.remember()
 
     def stepped(self, schedule: Schedule | None, times: int, where: object) -> None:
-        """Let schedulers know that the optimizer has been stepped, or they warn; step the job's scheduler so many
+        """Mark the optimizer as stepped for schedulers, which would warn otherwise; step the job's scheduler so many
         times.
         """
         for one in (self.optimizer, *self._members):
@@ -119,23 +119,23 @@ class UserModel:
     # Nobody else writes
 
     def remember(self) -> None:
-        """Remember address and version of every parameter, so that a later write is noticed."""
+        """Record address and version of every parameter, so that a later write is noticed."""
         self._addresses = list(map(Tensor.data_ptr, self.parameters))
         self._versions = list(map(_version, self.parameters))
 
     def drop_saved_view(self) -> None:
-        """Forget what `settled` holds back: an error has ended the job, and nothing is shown again."""
+        """Drop the values that `settled` would restore, because an error has ended the job."""
         self.saved_view = None
 
     def begin(self, *, lacks_values: bool) -> None:
-        """Say whether the model begins with an estimate of an earlier job; the same on all ranks."""
+        """Set whether the model starts with an estimate of an earlier job; equal on all ranks."""
         self.lacks_values = lacks_values
 
     def check_values(self, where: object) -> None:
-        """Raise if the model has begun with an estimate of an earlier job.
+        """Raise if the model has started with an estimate of an earlier job.
 
         Raises:
-            EstimateShown: Says what to load.
+            EstimateShown: It has; the message names the state to load.
         """
         if self.lacks_values:
             raise misuse.estimate_left(where)
@@ -149,7 +149,7 @@ class UserModel:
         """Raise if a parameter was rebound or written since `remember`; quick enough for every micro-batch.
 
         Raises:
-            ParametersTouched: Names the first such parameter.
+            ParametersTouched: A parameter was; the message names the first.
         """
         addresses = list(map(Tensor.data_ptr, self.parameters))
         versions = list(map(_version, self.parameters))
@@ -163,7 +163,7 @@ class UserModel:
         """Raise if a trainable parameter was added, removed or replaced since the model was wrapped, or groups changed.
 
         Raises:
-            ParametersTouched: Says which, or how many.
+            ParametersTouched: They have changed; the message names or counts them.
         """
         if (sizes := [len(one["params"]) for groups in self._groups for one in groups]) != self._sizes:
             raise misuse.groups_changed(sizes, self._sizes, where)
@@ -178,7 +178,7 @@ class UserModel:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether other tensors are in the parameters' places, as inside `torch.func.functional_call`."""
+        """Whether other tensors replace the parameters, as in `torch.func.functional_call`."""
         return not self._ids <= set(map(id, self._every_parameter()))
 
     def _every_parameter(self) -> Iterator[nn.Parameter]:
@@ -191,15 +191,15 @@ class UserModel:
     # At rest
 
     def drop_copies(self) -> None:
-        """Drop cached casts of the values that autocast keeps, because a guard has mended values."""
+        """Drop autocast's cached casts of the values, because a guard has repaired values."""
         torch.clear_autocast_cache()
 
     def hook_gradient(self, index: int, node: Any, before: Callable[..., Any]) -> Any:
-        """Have `before` called with every gradient of a parameter, alone in a tuple, before it is added.
+        """Call `before` with every gradient of a parameter, in a tuple of one, before it is added.
 
         Args:
-            index: Of the parameter.
-            node: Autograd's, which adds it.
+            index: Index of the parameter.
+            node: Autograd's node that adds it.
             before: May return another gradient in the same form.
 
         Returns:
@@ -211,14 +211,14 @@ class UserModel:
         """Show committed values, and keep the values from before.
 
         Args:
-            values: One per parameter; None if the model shows the committed ones already.
-            buffers: The buffers that belong to them.
+            values: One per parameter; None if the model already shows the committed values.
+            buffers: The buffers for these values.
         """
         self._committed = None if values is None else list(values)
         self.saved_view = self._swap(SavedView("committed", self._committed, list(buffers), []))
 
     def changed(self) -> str | None:
-        """Return the name of a parameter that was written since `settle`; None without one."""
+        """Return the name of a parameter that was written since `settle`; None if there is none."""
         if self._committed is None:
             return None
         # Versions would not tell: a save inside the block shows other values for a while, and counts as a write.
@@ -229,7 +229,7 @@ class UserModel:
 
     @property
     def trained_buffers(self) -> list[Buffer]:
-        """Copies of the buffers with which training continues, also while others are shown."""
+        """Copies of the buffers with which training continues, even while others are shown."""
         shown = self.buffer_sync.copies
         if self.saved_view is None:
             return shown
@@ -247,14 +247,14 @@ class UserModel:
         return before is not None and before.parameters is None
 
     def accept_writes(self, differing: Callable[[], str | None], where: object) -> None:
-        """Accept writes to parameters that were shown all along and hold again what they held.
+        """Accept writes to parameters that were shown all along, if the values are unchanged.
 
         Args:
-            differing: Returns the name of a parameter that does not, or None.
+            differing: Returns the name of a parameter with another value, or None.
             where: Rank and step, for messages.
 
         Raises:
-            ParametersTouched: One does not.
+            ParametersTouched: A value has changed.
         """
         if self.is_unwritten:
             return
@@ -263,7 +263,7 @@ class UserModel:
         self.remember()
 
     def evaluated(self, where: object) -> None:
-        """Warn, once, if a forward pass of an evaluation meets an estimate."""
+        """Warn once if an evaluation's forward pass uses an estimate."""
         if self.shown == "estimate" and not self._is_warned:
             self._is_warned = True
             _log.warning(
@@ -273,14 +273,14 @@ class UserModel:
             )
 
     def until_training(self) -> None:
-        """Let the next micro-batch restore the values from before `settle`."""
+        """Let the next micro-batch restore the values that were shown before `settle`."""
         self._settled_until_training = True
 
     def train_on(self, where: object) -> None:
-        """Restore the values from before `settle`, if the model was settled only until now.
+        """Restore the values from before `settle`, if the model was settled only until training continues.
 
         Raises:
-            OutOfTurn: It is settled for a block that has not ended.
+            OutOfTurn: A `settled` block has not ended.
         """
         if not self._settled_until_training:
             raise OutOfTurn(f"{where}: training inside settled(): end its block first")
@@ -302,7 +302,7 @@ class UserModel:
             self.saved_view, self._committed = self._swap(committed), values
 
     def begin_again(self) -> None:
-        """Declare the model's present values, equal on all ranks, to be committed and agreed on."""
+        """Declare the model's current values, equal on all ranks, to be committed and agreed."""
         self.remember()
         for listener in self.listeners:
             listener.installed([parameter.detach() for parameter in self.parameters])
@@ -321,11 +321,11 @@ class UserModel:
         return SavedView(shown, parameters, self.buffer_sync.exchange_live(saved.buffers), saved.buffers)
 
     def _with_writes(self, saved: SavedView) -> SavedView:
-        """Return the values to show again, without buffers that were written while others were shown."""
+        """Return the values to restore, without buffers that were written while others were shown."""
         written = changes_of(saved.replaced_by, self.buffer_sync.live)
         pairs = zip(saved.buffers, written, strict=True)
         return dataclasses.replace(saved, buffers=[None if flag else value for value, flag in pairs])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `model.state_dict()` returned before `torch.compile` wrapped any part of the model."""
+        """Load a `model.state_dict()` from before `torch.compile` wrapped any part of the model."""
         self.model.load_state_dict({self._keys.get(name, name): value for name, value in state.items()})

@@ -43,10 +43,10 @@ class NodeGroup:
     """The ranks of one node; see Note [One rank of shards].
 
     Args:
-        exchange: Among them, for the communication lane, on its own group.
-        aside: Among them, for the compute lane, on FSDP2's group; see Note [Two lanes ask].
-        everyone: Among all ranks of the job, on its group.
-        ranks: Theirs in the job, in the order of their shards.
+        exchange: The exchange among them, for the communication lane, on a separate group.
+        aside: The exchange among them, for the compute lane, on FSDP2's group; see Note [Two lanes ask].
+        everyone: The exchange among all ranks of the job, on its group.
+        ranks: Their numbers in the job, in the order of their shards.
     """
 
     def __init__(self, exchange: Exchange, aside: Exchange, everyone: Exchange, ranks: Sequence[int]) -> None:
@@ -57,11 +57,11 @@ class NodeGroup:
 
     @property
     def rank(self) -> int:
-        """This process's position among the job's, by which messages call it."""
+        """This process's position in the job, for messages."""
         return self.everyone.rank
 
     def digest_of(self, layout: Layout) -> str:
-        """Return a digest of the layouts of all ranks of the job, which all must call."""
+        """Return a digest of the layouts of all ranks of the job; all of them must call it."""
         digests = self.everyone.gather_bytes(layout.digest().encode())
         return hashlib.sha256(b"".join(digests)).hexdigest()
 
@@ -117,17 +117,19 @@ class NodeGroup:
         )
 
     def total(self, value: Tensor) -> Tensor:
-        """Return the sum of a number over the node's ranks, `()` float64 on the same device; all must call."""
+        """Return the sum of a number over the node's ranks, `()` float64 on the same device; all of them must call
+        it.
+        """
         records = self.exchange.gather_bytes(bytes(value.nbytes), [(0, value.view(1).view(torch.int8))])
         total = np.add.accumulate(np.frombuffer(b"".join(records)))[-1]
         return torch.full_like(value, float(total))
 
     def have_all(self, found: bool) -> bool:
-        """Return whether all ranks of the node have found something; all must call, on the compute lane."""
+        """Return whether `found` is true on all ranks of the node; all of them must call it, on the compute lane."""
         return all(map(any, self.aside.gather_bytes(bytes([found]))))
 
     def agree_on_damage(self, *, damaged: bool, able: bool) -> tuple[bool, bool]:
-        """Return whether any rank has found damage, and whether all are able to do something about it.
+        """Return whether any rank has found damage, and whether all are able to handle it.
 
         All must call, on the compute lane.
         """
@@ -136,11 +138,11 @@ class NodeGroup:
 
 
 class NodeRuntime(RuntimeOver):
-    """A runtime under a `Clock`, by which the ranks of a node end a round at the same micro-batch.
+    """A runtime under a `Clock` with which the ranks of a node end a round at the same micro-batch.
 
     Args:
-        runtime: Of this rank.
-        node_group: Its node.
+        runtime: The runtime of this rank.
+        node_group: The node.
     """
 
     def __init__(self, runtime: Runtime, node_group: NodeGroup) -> None:
@@ -148,7 +150,9 @@ class NodeRuntime(RuntimeOver):
         self._node_group = node_group
 
     def spawn(self, work: Callable[[], T]) -> Pending[T]:
-        """Start `work`, which is done where all ranks of the node find it so: they ask at the same micro-batches."""
+        """Start `work`; it counts as complete once all ranks of the node agree, which they check at the same
+        micro-batches.
+        """
         return _OnNode(super().spawn(work), self._node_group)
 
 

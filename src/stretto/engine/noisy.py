@@ -1,4 +1,4 @@
-"""Noise on purpose: the mean gradient reaches every rank with Gaussian noise of that rank's own.
+"""Artificial noise: every rank receives the mean gradient with separate Gaussian noise.
 
 Note [Noise]
     g is the mean gradient, Σ w·g_i / Σ w over the micro-batches of all ranks, or of this rank where ranks step alone.
@@ -40,25 +40,25 @@ from stretto.randomness import draw
 from stretto.strategies.contract import Average, Boundary, Land, Launch, Preview, Script, Step
 
 _SEEDS = 2**63
-"""Of a generator."""
+"""Number of seeds of a generator."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Held:
-    """Noise that a sum of gradients has been given."""
+    """Noise that was added to a sum of gradients."""
 
     mean: float
     variance: float
     used: bytes
-    """One byte per parameter slot: those that have been hit."""
+    """One byte per parameter slot: whether it has noise."""
 
 
 class NoisyRank:
     """Adds noise to the values that one rank receives, if that rank is chosen.
 
     Args:
-        noise: Of the job.
-        replica: This rank's.
+        noise: The job's noise.
+        replica: This rank's replica.
     """
 
     def __init__(self, noise: Noise, replica: Replica) -> None:
@@ -69,18 +69,20 @@ class NoisyRank:
         self._rank = replica.exchange.rank
         self._is_hit = noise.hits(self._rank)
         self._hits = 0
-        """How often something was hit in the update in progress."""
+        """Number of additions of noise in the current update."""
         self._held: dict[ReducedGradient, _Held] = {}
-        """By the gradients of the update in progress that have been hit."""
+        """By gradient: the noise added in the current update."""
 
     def around(self, weave: Weave | None) -> Weave:
-        """Return what adds the noise to a script, and around it what `weave` adds: guards see it as they see damage."""
+        """Return a function that adds the noise to a script, before `weave` adds its effects: guards see noise as
+        damage.
+        """
         if weave is None:
             return self._woven
         return lambda script: weave(self._woven(script))
 
     def _woven(self, script: Script) -> Woven:
-        """Yield the effects of `script`; a gradient is hit right before it is stepped or previewed with."""
+        """Yield the effects of `script`; add noise to a gradient right before a step or preview uses it."""
         reply: Any = None
         while True:
             effect = script.send(reply)
@@ -91,7 +93,7 @@ class NoisyRank:
             reply = yield effect
 
     def _hit(self, gradient: ReducedGradient) -> None:
-        """Let the mean of `gradient` have the noise of this update.
+        """Add this update's noise to the mean of `gradient`.
 
         Its norm is to be taken again, on all ranks alike: ranks that are not hit take part.
         """
@@ -114,7 +116,7 @@ class NoisyRank:
                 add_noise(self._sharded.values(gradient.sums, piece), mean, lacking, generator)
 
     def after_averages(self, performers: Mapping[type, Performer]) -> dict[type, Performer]:
-        """Return performers of the effects that average, after which the masters that they have written are hit.
+        """Return performers of averages that afterwards add noise to the masters that they have written.
 
         Where replicas are equal, nothing is sent and nothing written.
         """
@@ -148,7 +150,7 @@ class NoisyRank:
                 )
 
     def _held_by(self, gradient: ReducedGradient) -> Iterator[_Held]:
-        """Yield what a gradient has been given, or each of its parts."""
+        """Yield the noise of a gradient, or of each of its parts."""
         if gradient in self._held:
             yield self._held[gradient]
         else:
@@ -161,14 +163,14 @@ class NoisyRank:
 
 
 def generator_of(noise: Noise, what: str, rank: int, step: int, device: torch.device) -> torch.Generator:
-    """Return what draws the noise on something that a rank receives.
+    """Return the generator of the noise on values that a rank receives.
 
     Args:
-        noise: Has the seed.
+        noise: The noise; it has the seed.
         what: The values; each kind has separate draws.
-        rank: Receives them.
-        step: Committed updates before.
-        device: Of the values; every kind draws its own numbers.
+        rank: The receiving rank.
+        step: Number of committed updates before.
+        device: Device of the values; every type of device draws other numbers.
     """
     seed = draw(noise.seed or 0, f"noise on {what} of rank {rank}", step)
     return torch.Generator(device).manual_seed(seed % _SEEDS)

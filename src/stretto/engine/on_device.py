@@ -1,4 +1,4 @@
-"""Runtimes of a device that works after its host has called for it, and which runtime a job gets."""
+"""Runtimes for a device that works asynchronously to its host, and the choice of a job's runtime."""
 
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -45,7 +45,7 @@ def choose_runtime(group: object, device: torch.device, *, overlaps: bool) -> Ru
 
 
 class _OnDevice(OnHost):
-    """Work that a device does after the host has called for it."""
+    """Work that a device does asynchronously to the host."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
@@ -65,12 +65,13 @@ class InlineOnDevice(_OnDevice, InlineRuntime):
 
 
 class StreamRuntime(_OnDevice, ThreadRuntime):
-    """Performs work on a second thread and a second stream.
+    """Performs work on a second thread and a second stream; for their order see Note [Streams] in `engine/streams.py`.
 
-    Note [Streams] in `engine/streams.py` says who waits for whom.
+    Note [Streams]
+        in `engine/streams.py` says who waits for whom.
 
     Args:
-        streams: Of the device.
+        streams: Streams of the device.
         thread: Runs one piece of work after the other.
     """
 

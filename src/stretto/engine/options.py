@@ -24,7 +24,7 @@ class BufferChoices:
         """Read "pattern=choice, ...".
 
         Raises:
-            ConfigError: It is something else.
+            ConfigError: The text has another form.
         """
         pairs = [pair.strip().rpartition("=") for pair in text.split(",") if pair.strip()]
         for pattern, _, choice in pairs:
@@ -36,10 +36,10 @@ class BufferChoices:
         return cls(tuple((pattern.strip(), choice) for pattern, _, choice in pairs))
 
     def check(self, names: Sequence[str]) -> None:
-        """Raise unless every pattern fits a buffer: one that fits none is misspelt.
+        """Raise unless every pattern fits a buffer, because a pattern without one is misspelt.
 
         Raises:
-            ConfigError: Names the first that does not.
+            ConfigError: A pattern fits none; the message names the first.
         """
         for pattern, choice in self.by_pattern:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
@@ -62,22 +62,22 @@ class Options:
     """Options of `DataParallel`; equal on all ranks."""
 
     wire: str = "fp32"
-    """fp32, bf16, int8, int4, int2, rotated4, rotated3, rotated2, rotated1; or your own: the format in which
-    gradients and parameters are sent. See the page adding-a-wire. bf16 halves the bytes, masters stay fp32. int8 and
-    int4 send gradients in blocks of integers of 8 or 4 bits with error feedback, and parameters as changes in the
-    same format: about a half and a quarter of bf16's bytes, for some arithmetic and, per parameter, 4 bytes of memory
-    and as many as the parameter has. Averages are sent as bf16. int2 is for strategies that average replicas alone.
-    rotated4 to rotated1 send 4 to 1 bits without error feedback, right on average, and save these 4 bytes."""
+    """fp32, bf16, int8, int4, int2, rotated4, rotated3, rotated2, rotated1, or your own: the format in which
+    gradients and parameters are sent. See the page adding-a-wire. bf16 halves the bytes; masters stay fp32. int8 and
+    int4 send gradients in blocks of 8-bit or 4-bit integers with error feedback, and parameters as changes in the
+    same format: about a half and a quarter of bf16's bytes, for some arithmetic and, per parameter, 4 bytes of
+    memory plus the parameter's size. Averages are sent as bf16. int2 is only for strategies that average replicas.
+    rotated4 to rotated1 send 4 to 1 bits without error feedback; they are unbiased, and save these 4 bytes."""
     changes: str | None = None
-    """The format in which owners send the changes of a step to all ranks, under strategies that shard the optimizer;
-    None for the wire's format. A plain format sends the parameters themselves."""
+    """The format in which owners send a step's changes to all ranks, under strategies that shard the optimizer; None
+    for the wire's format. A plain format sends the parameters themselves."""
     ranks_per_node: int | None = None
-    """Sum inside nodes of so many consecutive ranks first, and send only these sums, and what owners publish, to other
-    nodes: bytes between nodes fall by this factor. For nodes whose ranks have a faster link among themselves; under
-    torchrun `int(os.environ["LOCAL_WORLD_SIZE"])`. None makes no difference between ranks."""
+    """Sum inside nodes of so many consecutive ranks first, and send only these sums and the owners' parameters
+    between nodes, which divides the bytes between nodes by this number. It is for nodes whose ranks have a faster
+    link among themselves; under torchrun `int(os.environ["LOCAL_WORLD_SIZE"])`. None treats all ranks equally."""
     verified: bool = False
-    """Send a digest with all data, check received values and sums, and repeat damaged transfers before use; on nodes
-    on both levels. Costs eight bytes per bucket and rank, a second sum, and one small gather per exchange."""
+    """Send a digest with all data, check received values and sums, and repeat damaged transfers before use; on
+    nodes, on both levels. Costs eight bytes per bucket and rank, a second sum, and one small gather per exchange."""
     strikes: int | None = None
     """Number of updates in which guards or the verified exchange blame one rank, or one link, for damage before the job
     ends on all ranks with `Quarantined`; None for no limit. A strike counts for 1,000 updates. One may be an accident,
@@ -88,37 +88,37 @@ class Options:
     """What to do with a round whose loss or gradient is not finite on some rank: end the job with an error that names
     ranks and step, or leave the round out on all ranks."""
     allow_unused: bool = False
-    """Accept parameters that no rank used in the first update; their steps are skipped, as PyTorch does it."""
+    """Accept parameters that no rank used in the first update; their steps are skipped, as in PyTorch."""
     accumulate: Literal["fp32", "parameter"] = "fp32"
     """Dtype in which gradients of 16-bit parameters accumulate. The parameters' own dtype saves 2 to 4 bytes per
     parameter, but loses low bits with every micro-batch."""
     bucket_bytes: int | None = None
-    """Largest collective, in bytes of the gradient buffer. None is 1 MiB for parameters on a CPU, and 64 MiB on other
-    devices, where a bucket of any size costs launches. If a rank would send each other rank less than 16 KiB of such
-    a bucket, None is larger: from 5 ranks on `rotated2`, from 65 on fp32. `job.layout.bucket_bytes` is that size.
-    Over slow links between GPUs set it yourself: a single large transfer fills the queue of a link and then waits for
-    itself. Four buckets are sent at a time, and a rank holds scratch memory for these. Where an optimizer needs whole
-    tensors, a bucket is larger if even slices need it. The last one is never hidden: on CPUs 2**18 was 5 % faster at
-    100 Mbit/s, and 3 to 5 % slower on fast links."""
+    """Largest collective, in bytes of the gradient buffer. None is 1 MiB for parameters on a CPU, and 64 MiB on
+    other devices, where every bucket costs launches. If a rank would send each other rank less than 16 KiB of such a
+    bucket, None is larger: with `rotated2` from 5 ranks on, with fp32 from 65 ranks on. `job.layout.bucket_bytes` is
+    the resulting size. Over slow links between GPUs set it yourself, because a single large transfer fills a link's
+    queue and then waits for itself. Four buckets are sent at a time, and a rank holds scratch memory for them. If an
+    optimizer needs whole tensors, a bucket is larger where even slices require it. The last bucket is never hidden:
+    on CPUs 2**18 was 5 % faster at 100 Mbit/s, and 3 to 5 % slower on fast links."""
     hide_reductions: bool = True
-    """Reduce gradients bucket by bucket during the last backward pass of an update, as DDP does, under `ddp`, `zero1`,
-    `paft-sync` and `paft-dyn` with fixed micro-batches. Results are the same to the bit; the page architecture says
-    when it does not apply."""
+    """Reduce gradients bucket by bucket during the last backward pass of an update, as DDP does, under `ddp`,
+    `zero1`, `paft-sync` and `paft-dyn` with fixed micro-batches. Results are bit-identical; the page architecture
+    lists when it does not apply."""
     buffers: str = ""
-    """The treatment of the model's floating-point buffers at every exchange, by name: "pattern=choice, ...", of which
-    the first pattern that fits counts, as in "*.codes=rank0, cache=alone". mean: the mean over ranks, right for
+    """The treatment of the model's floating-point buffers at every exchange, by name: "pattern=choice, ...", where
+    the first matching pattern counts, as in "*.codes=rank0, cache=alone". mean: the mean over ranks, right for
     running statistics, and the default. rank0: the values of rank 0, as in `DistributedDataParallel`. alone: each
-    rank keeps its own."""
+    rank keeps its own values."""
     noise: Noise | None = None
-    """Let every rank's mean gradient arrive with Gaussian noise: its variance, as 1e-2. Settings follow after commas:
-    1e-4,every=500:0.1 has bursts; rank=1 hits one rank; mean=0.01 is a bias; averages=1e-4 hits averages of weights.
-    See the page paft."""
+    """Add Gaussian noise to every rank's mean gradient; the value is its variance, as 1e-2. Settings follow after
+    commas: 1e-4,every=500:0.1 has bursts; rank=1 affects one rank; mean=0.01 is a bias; averages=1e-4 adds noise to
+    averages of weights. See the page paft."""
     timeout_seconds: float = 600.0
-    """How long a collective may wait for a rank that lives but does not come."""
+    """Seconds that a collective may wait for a rank that lives but does not answer."""
     silent_seconds: float = 60.0
-    """How long a rank may give no sign of life while others wait for it. Each gives one twice a second, on its own
-    thread, and answers also amid a long call that keeps Python's lock; a process that is stopped, or a machine that
-    is cut off, gives none. Long enough for a network that is away for a while."""
+    """Seconds that a rank may give no sign of life while others wait for it. A separate thread gives signs twice a
+    second, and answers even during a long call that keeps Python's lock; a stopped process or a disconnected machine
+    gives none. Choose it longer than usual interruptions of the network."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -145,10 +145,10 @@ class Options:
             raise ConfigError(f"Options(ranks_per_node={self.ranks_per_node}): expected at least 1, or None")
 
     def with_wire(self, wire: str | None) -> "Options":
-        """Return these options with another wire than the default; with None they stay.
+        """Return these options with another wire than the default; None changes nothing.
 
         Raises:
-            ConfigError: They name another themselves.
+            ConfigError: They already set another wire.
         """
         if wire is None:
             return self
@@ -174,7 +174,7 @@ class Clock:
     """
 
     minimum: int = 1
-    """Micro-batches per rank and round before a round may end; at least 1."""
+    """Micro-batches per rank and round that must be counted before a round may end; at least 1."""
     maximum: int = 64
     """Micro-batches per rank and round after which the rank waits for the lane; limits the size of a batch."""
 
@@ -188,36 +188,35 @@ class Clock:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Total:
-    """Micro-batches of all ranks together in an update, dealt one after another: some ranks may have one more than
-    others.
+    """Micro-batches of all ranks together in an update, dealt in rotation: some ranks may have one more than others.
 
     So the batch is the same on any number of ranks, one that divides it or not.
     """
 
     micro_batches: int
-    """At least 1, and as many as the strategy needs on every rank."""
+    """Number of micro-batches: at least 1, and as many as the strategy needs on every rank."""
 
     def __post_init__(self) -> None:
         check_fields(self)
         check_at_least(self, micro_batches=1)
 
     def of(self, rank: int, world_size: int) -> int:
-        """Return how many of them a rank has."""
+        """Return the number of micro-batches for a rank."""
         return len(range(rank, self.micro_batches, world_size))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Quota:
-    """When a rank closes its round, by round of an update."""
+    """By round of an update: when a rank closes its round."""
 
     minima: tuple[int, ...]
-    """Micro-batches that are enough while the communication lane is free."""
+    """Number of micro-batches that is enough while the communication lane is free."""
     maxima: tuple[int, ...]
-    """Micro-batches that are enough in any case."""
+    """Number of micro-batches that is enough in any case."""
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the number of micro-batches that this rank contributes to a round is known beforehand."""
+        """Whether this rank's number of micro-batches in a round is known in advance."""
         return self.minima == self.maxima
 
 
@@ -225,7 +224,7 @@ def check_formats(options: Options, strategy: Strategy, ledger: Ledger) -> None:
     """Raise if a format is chosen for values that are not sent, or is too narrow for gradients.
 
     Raises:
-        ConfigError: Names the option and the strategy.
+        ConfigError: It is; the message names the option and the strategy.
     """
     if options.changes is not None and not ledger.sends_changes:
         raise ConfigError(
@@ -250,7 +249,7 @@ def plan_quota(
         micro_batches: A number per rank and update, or of all ranks together; or a clock, which decides in each round.
         rounds: Rounds per update.
         rank: This rank.
-        world_size: How many ranks there are.
+        world_size: Number of ranks.
 
     Raises:
         ConfigError: The number is below 1, or below the number of rounds on some rank; or the strategy accepts no

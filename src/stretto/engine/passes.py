@@ -1,4 +1,4 @@
-"""FSDP2's collectives, watched: a wait in a pass through the model ends when its collective cannot complete.
+"""Waits for FSDP2's collectives: a wait in a pass through the model ends when its collective cannot complete.
 
 Note [A pass that lasts]
     In a forward or backward pass FSDP2 gathers parameters from the ranks of a node, and sums their gradients. On Gloo
@@ -26,9 +26,9 @@ def watch_passes(model: nn.Module, failures: NodeFailures, ranks: Sequence[int])
     """Let `failures` wait for FSDP2's collectives on Gloo; see Note [A pass that lasts].
 
     Args:
-        model: Sharded by FSDP2.
-        failures: Of the job.
-        ranks: Of this node, as the job numbers them.
+        model: A model that FSDP2 has sharded.
+        failures: The job's detector.
+        ranks: The ranks of this node, as the job numbers them.
     """
     gather, scatter = _Gather(failures, ranks), _ReduceScatter(failures, ranks)
     for module in model.modules():
@@ -38,14 +38,14 @@ def watch_passes(model: nn.Module, failures: NodeFailures, ranks: Sequence[int])
 
 
 class _Watched:
-    """A collective of FSDP2, for which a job waits as long as there is one."""
+    """A collective of FSDP2; the job waits for it while there is a job."""
 
     def __init__(self, failures: NodeFailures, ranks: Sequence[int]) -> None:
         self._failures = weakref.ref(failures)  # the model outlives the job
         self._ranks = ranks
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for what it reads or writes."""
+        """Return memory for its input or output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _complete(self, work: dist.Work, what: str, async_op: bool) -> dist.Work | None:

@@ -1,7 +1,7 @@
-"""One rank's replica: it performs the effects that every strategy uses, and says how far ranks agree.
+"""One rank's replica: it performs the effects that every strategy uses, and knows which values are equal on all ranks.
 
 A performer is a function of an effect and the `Round` it belongs to. Its result is the answer to the effect. Replicas
-that may differ have more of them (`stretto.averaging`), and so have guards (`stretto.guards`).
+that may differ (`stretto.averaging`) and guards (`stretto.guards`) add performers.
 """
 
 import logging
@@ -74,7 +74,7 @@ class Replica:
     """
 
     interval: int | None = None
-    """Updates from one average to the next, where the strategy chooses."""
+    """Updates between two averages, if the strategy chooses the number."""
     has_anchor = False
     """Whether ranks take outer steps from an anchor that does not depend on their replicas."""
 
@@ -101,10 +101,10 @@ class Replica:
         self.progress = progress
         self.runtime = runtime
         self.overlaps_backward = overlaps_backward
-        """Whether gradients may leave before their round is closed (`stretto.engine.early_accumulation`)."""
+        """Whether gradients may be sent before their round is closed (`stretto.engine.early_accumulation`)."""
         device = exchange.layout.sets[0].device
         self._side = SideStream(device) if exchange.orders_streams and device.type == "cuda" else None
-        """Where an early reduction is queued during the backward pass."""
+        """The stream of an early reduction during the backward pass."""
         self._options = options
         looks = self.rank == 0 and exchange.world_size > 1
         # Looks at the first rounds.
@@ -120,7 +120,7 @@ class Replica:
         holds_all = in_place and (replicated or exchange.world_size == 1)
         shows_all = holds_all and all(self.shows_masters(flat.dtype) for flat in exchange.layout.sets)
         self._whole_masters = exchange.layout.views(sharded.masters.flats) if shows_all else None
-        """The masters by parameter, which models are given without a copy; None where they are sent or rounded."""
+        """Views of the masters by parameter, which models copy directly; None if masters are sent or rounded."""
         self._sums_are_own = (
             holds_all
             and exchange.world_size == 1
@@ -129,7 +129,7 @@ class Replica:
                 for sent, master in zip(exchange.contributed, sharded.masters, strict=True)
             )
         )
-        """Whether the buffer of a round's gradients holds their sum."""
+        """Whether the buffer of a round's gradients already holds their sum."""
 
     @property
     def performers(self) -> Mapping[type, Performer]:
@@ -159,7 +159,7 @@ class Replica:
         return round.gradient
 
     def reduce(self, round: Round) -> None:
-        """Exchange the gradients of `round` and the reports on it; all ranks must call, unless ranks step alone."""
+        """Exchange the gradients of `round` and the reports on it; all ranks must call it, unless ranks step alone."""
         while True:
             finite = are_finite(round.buffer.flats)  # the exchange may leave anything in them
             sums, is_stale = self.sum_up(round)
@@ -215,7 +215,7 @@ class Replica:
         return sums, False
 
     def begin_early_reduction(self, buffer: GradientBuffer, contribution: Contribution) -> EarlyReduction:
-        """Begin to sum a round's gradients over ranks; nothing is sent before the result is asked to continue.
+        """Begin to sum a round's gradients over ranks; nothing is sent before the result continues.
 
         Args:
             buffer: The gradients; as long as they may leave early, they stay as they are.
@@ -235,7 +235,7 @@ class Replica:
     def _begin_sum(
         self, buffer: GradientBuffer, contribution: Contribution
     ) -> tuple[Transfers, Slices, Prepare | None]:
-        """Return transfers, the sums that they make, and what prepares a bucket."""
+        """Return the transfers, the sums that they compute, and the function that prepares a bucket."""
         # Lent until the update ends: a strategy may add a gradient to a later one and step with it then.
         sums = self._spare_sums.pop() if self._spare_sums else self.sharded.new_sums()
         self._lent_sums.append(sums)
@@ -249,7 +249,7 @@ class Replica:
         return transfers, sums, None if feedback is None else feedback.add
 
     def _stop_hiding(self, ranks: list[int]) -> None:
-        """Send nothing early any more: gradients of some rank changed after they were sent."""
+        """Send no more gradients early: some rank's gradients changed after they were sent."""
         self.overlaps_backward = False
         self._spare_sums.append(self._lent_sums.pop())
         _log.info(
@@ -272,7 +272,7 @@ class Replica:
         self.show_masters(round)
 
     def show_masters(self, round: Round) -> None:
-        """Have models show the masters, of which this rank publishes its own where it does not hold all."""
+        """Publish the masters to the models; a rank that does not hold all of them publishes its own."""
         round.values, round.shown = self._whole_masters, "committed"
         if self._whole_masters is None:
             self.sharded.publish(round.buffer.flats)
@@ -307,11 +307,13 @@ class Replica:
         self._publication.begin(values)
 
     def refuse_settings(self, round: Round) -> None:
-        """Raise `RanksDisagree`, which shows how the ranks' hyperparameters differ; all ranks must call."""
+        """Raise `RanksDisagree`, which shows the difference between the ranks' hyperparameters; all ranks must call
+        it.
+        """
         agree(self.exchange, {"optimizer settings": round.settings(self.exchange.layout)}, self.where)
 
     def is_left_out(self, report: RoundReport, norm_squared: float, kind: type[NonFinite]) -> bool:
-        """Return whether to leave this round out; the answer is the same on every rank that took part."""
+        """Return whether to skip this round; the answer is equal on every rank that took part."""
         found = report.not_finite(norm_squared, "ranks" if self.node_group is None else "nodes")
         if found is not None and self._options.nonfinite == "raise":
             raise kind(
@@ -350,25 +352,26 @@ class Replica:
 
     @property
     def name(self) -> str:
-        """Of this rank's own state in a checkpoint, for those who could use it."""
+        """Name of this rank's own state in a checkpoint, for the ranks that could load it."""
         return str(self.rank)
 
     def anchors(self, *, waits: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield, by name, the values other than masters that are equal on all ranks.
 
-        Values that are changing now are skipped, or awaited.
+        Values in flight are skipped, or awaited.
         """
         for index, anchor in enumerate(self._publication.anchor):
             yield f"set {index}", anchor
 
     def outer_state(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield, with kind and name, what this rank keeps for steps with these, unless it is changing now."""
+        """Yield, with kind and name, this rank's state for steps of these values, unless it is changing now."""
         yield from ()
 
     def gather_committed(self, flats: list[Tensor], buffer_sync: BufferSync) -> list[Buffer]:
-        """Fill `flats`, one tensor per flat set, with the committed parameters; all ranks must call, at rest.
+        """Fill `flats`, one tensor per flat set, with the committed parameters; all ranks must call it, between
+        updates.
 
-        Where replicas differ, the committed parameters are their mean, and the replicas stay as they are.
+        If replicas differ, the committed parameters are their mean, and the replicas do not change.
 
         Returns:
             The model's floating-point buffers that belong to these parameters.
@@ -381,7 +384,7 @@ class Replica:
         return buffer_sync.agreed
 
     def agreed_optimizer(self, changed: bytes) -> ShardedOptimizer:
-        """Return the optimizer; where replicas differ, a copy with their mean. All ranks must call.
+        """Return the optimizer; if replicas differ, a copy with their mean. All ranks must call it.
 
         Args:
             changed: One byte per floating-point buffer: changed on this rank since ranks last agreed on it?
@@ -392,17 +395,19 @@ class Replica:
         """Wait for transfers outside the rounds, if any, so that the group is free for other messages."""
 
     def begin_again(self) -> None:
-        """Declare the present masters, equal on all ranks, to be what ranks agree on."""
+        """Declare the current masters, equal on all ranks, as agreed."""
 
     def shows_masters(self, storage: torch.dtype) -> bool:
-        """Return whether models show committed masters as they are, where they store parameters in this dtype."""
+        """Return whether models show committed masters exactly, if they store parameters in this dtype."""
         master, wire = torch.promote_types(storage, torch.float32), self._options.wire_of_changes
         if self.replicated:
             return storage == master
         return isinstance(wire, PlainWire) and wire.of(storage).dtype == master
 
     def differs(self, parameters: Sequence[Tensor]) -> str | None:
-        """Return the name of a parameter that does not hold this rank's masters, where models show them; or None."""
+        """Return the name of a parameter that differs from this rank's masters, if models show them exactly; or
+        None.
+        """
         for piece in self.sharded.pieces:
             parameter = parameters[piece.slot.index]
             if not self.shows_masters(parameter.dtype):

@@ -23,11 +23,11 @@ from stretto.optimizer import Hyperparameters
 
 
 class Vote(IntEnum):
-    """What a rank wants of the job."""
+    """A rank's vote in a round about continuing."""
 
     GO_ON = 0
     DATA_ENDED = 1
-    """Its data have ended: this round holds its last contribution, or nothing where ranks step alone."""
+    """Its data have ended: this round contains its last contribution, or none if ranks step alone."""
     PASS_LEFT = 2
     """It has left a pass that ranks have agreed to end, and submits remaining rounds; another pass may come."""
     STOP = 3
@@ -37,13 +37,16 @@ class Vote(IntEnum):
 
 
 class Asks(IntFlag):
-    """A rank's requests besides its vote, in the upper bits of the same byte: all learn of them at the same update."""
+    """A rank's requests in addition to its vote, in the upper bits of the same byte: all ranks read them at the same
+    update.
+    """
 
     NOTHING = 0
     SAVED = 8
-    """Its background write is done; it takes effect once all ranks report this."""
+    """Its background write is complete; this takes effect once all ranks report it."""
     KEEP = 16
-    """All ranks keep a state after this update, if one of them asks: it leaves, or another process waits to come in."""
+    """All ranks keep a state after this update if any rank requests it: that rank leaves, or another process waits
+    to join."""
 
 
 _VOTES = tuple(Vote)
@@ -53,7 +56,7 @@ ADDRESS = re.compile(" at 0x[0-9a-f]+")  # in an object's text: every process ha
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """What a rank's device knows of a round: it goes into the rank's record there, so that the host need not wait.
+    """A rank's measurements of a round on its device, which writes them into the record so that the host need not wait.
 
     Names and meanings are as in `RankReport`.
     """
@@ -82,17 +85,17 @@ class RankReport:
     used: bytes
     """One byte per parameter slot: used by a micro-batch of this rank?"""
     changed: bytes
-    """One byte per floating-point buffer: how it differs on this rank from what ranks last agreed on."""
+    """One byte per floating-point buffer: how it differs on this rank from the agreed value."""
     round_index: int = 0
-    """The round in which this rank averages; unused where all ranks take part in every round."""
+    """The round in which this rank averages; unused if all ranks take part in every round."""
     step: int = 0
-    """Updates that this rank has committed before that round; unused in the same case."""
+    """Number of updates that this rank has committed before that round; unused in the same case."""
     stepped: bool = False
     """Whether this rank has stepped in that round; unused in the same case."""
     stale: bool = False
     """Whether gradients of this rank changed after they were sent, so that all ranks sum them again."""
     buffers_are_finite: bool = True
-    """Whether no buffer of the model has got an infinity or a NaN in this round, by a micro-batch of any weight."""
+    """Whether no buffer of the model got an infinity or a NaN in this round, from a micro-batch of any weight."""
     asks: Asks = Asks.NOTHING
     measured: Measured | None = None
     """Values that only the device knows yet; they count in the place of those above."""
@@ -155,26 +158,26 @@ class RoundReport:
         self.samples = int(records["samples"].sum())
         """Samples of all ranks."""
         self.fresh_samples = int(records["fresh_samples"].sum())
-        """Those at their first use."""
+        """Samples used for the first time."""
         self.micro_batches: tuple[int, ...] = tuple(records["micro_batches"].tolist())
         """Contributing micro-batches by rank."""
         self.loss_sum = in_rank_order(records["loss_sum"])
         """Σ w·loss over ranks, in rank order."""
         self.loss_weight = in_rank_order(records["loss_weight"])
-        """Σ w over the micro-batches that gave a loss."""
+        """Σ w over the micro-batches with a loss."""
         self.used = records["used"].any(axis=0).tobytes()
-        """One byte per parameter slot: used by any rank?"""
+        """One byte per parameter slot: whether any rank used it."""
         self.changed: list[int] = np.bitwise_or.reduce(records["changed"], axis=0).tolist()
         """Per buffer: the bits of its change on any rank."""
         self.votes = list(map(_VOTES.__getitem__, (records["vote"] & 7).tolist()))
-        """What each rank wants, by rank."""
+        """Each rank's vote."""
         by_all, by_any = (int(merge.reduce(records["vote"])) for merge in (np.bitwise_and, np.bitwise_or))
         self.asks = Asks(by_all & Asks.SAVED | by_any & Asks.KEEP)
-        """What they ask together."""
+        """The combined requests of all ranks."""
         self.stepped = bool(records["stepped"].any())
         """Whether any rank stepped in the round of this average."""
         self.settings_agree = bool((records["settings"] == records["settings"][0]).all())
-        """Whether all ranks have the same hyperparameters."""
+        """Whether all ranks have equal hyperparameters."""
         self.stale: list[int] = np.flatnonzero(records["stale"]).tolist()
         """Ranks whose gradients changed after they were sent."""
 
@@ -184,12 +187,12 @@ class RoundReport:
         return cls(np.frombuffer(b"".join(records), record_dtype(num_slots, num_buffers)))
 
     def norm_squared(self, *, replicated: bool) -> float:
-        """Return the squared norm of the whole sum; if `replicated`, every rank has measured all of it."""
+        """Return the squared norm of the whole sum; if `replicated`, every rank has measured it."""
         norms = self.records["norm_squared"]
         return float(norms[0]) if replicated else in_rank_order(norms)
 
     def not_finite(self, norm_squared: float, who: str = "ranks") -> str | None:
-        """Describe which value is not finite, and on which rank; return None if all are finite.
+        """Return a description of the values that are not finite, with their ranks; None if all are finite.
 
         `norm_squared` is the squared norm of the whole sum, and is checked too; `who` has made these reports.
         """
@@ -216,5 +219,5 @@ def settings_text(hyperparameters: Hyperparameters) -> str:
 
 
 def in_rank_order(values: NDArray[np.float64]) -> float:
-    """Add in rank order, so that every rank and every replay gets the same bits."""
+    """Return the sum in rank order, so that every rank and every replay gets the same bits."""
     return float(np.add.accumulate(values)[-1])

@@ -28,7 +28,7 @@ Shown = Literal["committed", "estimate"]
 
 
 Weighed = tuple[Tensor, float, int]
-"""A loss, its weight and its samples."""
+"""A loss, its weight and its number of samples."""
 LossFunction = Callable[[Any], "Tensor | Weighed"]
 """Runs the forward pass on a batch, which it must not change."""
 
@@ -42,13 +42,13 @@ class Listener:
     """Receives the events of one rank's compute lane, for guards and saves; methods do nothing unless overridden."""
 
     def micro_batch_begins(self, loss_function: LossFunction, batch: object) -> None:
-        """A micro-batch begins that can be run again; not called for micro-batches that come through `backward`."""
+        """A micro-batch begins that can be run again; not called for micro-batches from `backward`."""
 
     def micro_batch_counted(self, weight: float, samples: int, fresh_samples: int) -> None:
         """A micro-batch has been counted, whether it can be run again or not."""
 
     def round_ends(self) -> Sequence[Incident]:
-        """All micro-batches of a round are counted, and no parameters have been installed since it began.
+        """All micro-batches of a round are counted, and no parameters have been installed since the round began.
 
         Called once per round, on all ranks. The returned incidents are sent with the round.
         """
@@ -58,47 +58,49 @@ class Listener:
         """The round can no longer change."""
 
     def install_begins(self) -> None:
-        """A round's values are about to be installed; the lane is at rest. Ranks come here at different times."""
+        """A round's values are about to be installed; the lane is idle. Ranks call this at different times."""
 
     def installed(self, values: Sequence[Tensor]) -> None:
         """The model's parameters have been given `values`, in the layout's order."""
 
     def update_committed(self) -> None:
-        """An update has been committed and is shown; both lanes are at rest. All ranks call, at the same update."""
+        """An update has been committed and is shown; both lanes are idle. All ranks call this, at the same update."""
 
     def committed_is_read(self) -> None:
-        """Masters and optimizer state are about to be shown or saved; the lane is at rest, all ranks call."""
+        """Masters and optimizer state are about to be shown or saved; the lane is idle, and all ranks call this."""
 
     def began_again(self) -> None:
-        """The job begins, continues from a checkpoint's state, or continues under another strategy."""
+        """The job begins, continues from a checkpoint, or continues under another strategy."""
 
     def ended(self) -> Sequence[Incident]:
-        """The job has ended without an error and is at rest; all ranks call. Return incidents not yet reported."""
+        """The job has ended without an error and is idle; all ranks call this. Return incidents that were not
+        reported yet.
+        """
         return ()
 
 
 @dataclasses.dataclass(slots=True)
 class Round:
-    """One closed round, which the compute lane hands to the communication lane."""
+    """One closed round, which the compute lane passes to the communication lane."""
 
     buffer: GradientBuffer
-    """Holds the gradients to send, then the values that come back."""
+    """Holds the gradients to send, then the received values."""
     contribution: Contribution
     buffers: list[Tensor | None]
-    """Snapshot of the model's floating-point buffers, taken with the gradient; None for one that is gone."""
+    """Snapshot of the model's floating-point buffers, taken with the gradient; None for a removed buffer."""
     changed: Tensor | None
-    """How each entry of `buffers` differs on this rank from what ranks last agreed on; None without entries."""
+    """How each entry of `buffers` differs on this rank from the agreed value; None without entries."""
     agreed: list[Tensor | None]
-    """The values of these buffers that ranks last agreed on; no code may write them."""
+    """The agreed values of these buffers; no code may write them."""
     sound: list[Tensor | None]
     """The values of these buffers after the last round that counted; see `BufferSync.sound`."""
     first: Sequence[int]
-    """Those of which all ranks take rank 0's."""
+    """Indices of buffers that follow rank 0."""
     vote: Vote = Vote.GO_ON
     hyperparameters: Hyperparameters = dataclasses.field(default_factory=list)
     asks: Asks = Asks.NOTHING
     trains: bytes = b""
-    """By parameter, whether it asked for gradients when the hyperparameters were read; the same on all ranks."""
+    """By parameter: whether it required gradients when the hyperparameters were read; equal on all ranks."""
     incidents: Sequence[Incident] = ()
     """Incidents on the compute lane since the last round was closed."""
     early_reduction: EarlyReduction | None = None
@@ -122,11 +124,11 @@ class Round:
     """The buffers that `buffer_means` belong to, where they are not this round's: averages of an earlier round have
     come only now."""
     values: Sequence[Tensor] | None = None
-    """What the model is to show, one per parameter; None for what `buffer` holds."""
+    """The values for the model, one per parameter; None for the values in `buffer`."""
     shown: Shown = "committed"
     ends_update: bool = False
     update: Update | None = None
-    """The committed update, if this round ended one; None too where an update had no weight and did not step."""
+    """The committed update, if this round ended one; None also if the update had no weight and did not step."""
     used: bytes = b""
     """By parameter, whether any rank used it in the update that this round ended; empty where ranks have not met."""
 
@@ -180,16 +182,15 @@ class Progress:
     """Counts on the communication lane, and the record of its update in progress."""
 
     round_index: int = 0
-    """Rounds before the present one; rounds that are skipped count too."""
+    """Number of rounds before the current one, including skipped rounds."""
     step: int = 0
-    """Committed updates."""
+    """Number of committed updates."""
     incidents: list[Incident] = dataclasses.field(default_factory=list)
-    """Incidents of all ranks that are not reported yet: an update that does not step reports nothing."""
+    """Incidents of all ranks that were not reported yet: an update that does not step reports nothing."""
     versions: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Of the tensors that guards compare although no step writes them, as the job began. A tensor with another
-    version has been written since, and may differ between ranks: the counts of `BatchNorm`, say, where data are
-    uneven.
-    """
+    """Versions, at the start of the job, of the tensors that guards compare although no step writes them. A tensor
+    with another version was written since, and may differ between ranks: for example the counts of `BatchNorm`, if
+    ranks have unequal data."""
 
     rounds: list[Round] = dataclasses.field(default_factory=list)
     """Those of the update in progress, reduced; the fields below are of this update too."""
@@ -198,19 +199,19 @@ class Progress:
     """2-norm of the mean gradient, before clipping."""
     stepped: bool = False
     divergence: Divergence | None = None
-    """Of the average made in it, if replicas were compared there."""
+    """Result of its average, if that compared replicas."""
     lane_seconds: float = 0.0
     bytes_before: int = 0
     """Bytes that the exchange had sent when the update began."""
 
     skipped_rounds: int = 0
-    """Since the last committed update."""
+    """Number of rounds skipped since the last committed update."""
 
     def catch_up(self, round_index: int, step: int, *, stepped: bool) -> None:
-        """Continue where the ranks are that are ahead.
+        """Continue from the position of ranks that are ahead.
 
         Args:
-            round_index: Theirs.
+            round_index: Their round.
             step: Their committed updates.
             stepped: Whether some rank steps in this round.
         """
@@ -226,15 +227,15 @@ class Progress:
     # For guards
 
     def take_incidents(self) -> tuple[Incident, ...]:
-        """Return the incidents that are not reported yet, and forget them."""
+        """Return the incidents that were not reported yet, and clear them."""
         incidents, self.incidents = tuple(self.incidents), []
         return incidents
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Remember the versions of named tensors that no step writes."""
+        """Record the versions of named tensors that no step writes."""
         self.versions = {name: tensor._version for name, tensor in tensors}
 
     def accept(self, name: str, tensor: Tensor) -> None:
-        """Take the present value of one of them, which is equal on all ranks, for what it should be."""
+        """Accept the current value of one of them, which is equal on all ranks, as its correct value."""
         if name in self.versions:
             self.versions[name] = tensor._version

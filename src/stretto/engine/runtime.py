@@ -1,7 +1,7 @@
 """Where the communication lane runs: in the caller's thread, or on a second thread.
 
-A runtime separates the engine from the machine. The lane's code is the same on every runtime. Those of devices that
-work after their host, and which one a job gets: `stretto.engine.on_device`.
+A runtime separates the engine from the machine; the lane's code is the same on every runtime.
+`stretto.engine.on_device` has the runtimes for asynchronous devices, and chooses a job's runtime.
 """
 
 import time
@@ -26,32 +26,34 @@ class Pending(Protocol[T_co]):
         ...
 
     def result(self) -> T_co:
-        """Wait, then return what the work returned or raise what it raised."""
+        """Wait, then return the work's result or raise its error."""
         ...
 
 
 class Timer(Protocol):
-    """Measures stretches of one lane's work, one after the other; see Note [Late times] in `engine/streams.py`."""
+    """Measures intervals of one lane's work, one after the other; see Note [Late times] in `engine/streams.py`."""
 
     @property
     def mark(self) -> Callable[[], Any]:
-        """Returns where the calling lane is now: the beginning of a stretch."""
+        """Return the current position of the calling lane, where an interval starts."""
         ...
 
     def since(self, mark: Any) -> float:
-        """End a stretch, and return the seconds of all stretches that have become known since the last call."""
+        """End an interval, and return the seconds of all intervals that became known since the last call."""
         ...
 
 
 class VirtualTime(Protocol):
-    """The clock of one rank on which work takes the time that a model of the machine says."""
+    """The clock of one rank in virtual time, which a model of the machine advances."""
 
     def charge(self, work: Work, elements: int) -> None:
         """Advance the clock by the time of `work` on that many `elements`."""
         ...
 
     def pass_backward(self, share: float) -> None:
-        """Advance it to where `share` of a micro-batch's backward pass is over, before the micro-batch is charged."""
+        """Advance it to the point where `share` of a micro-batch's backward pass is over; `charge` completes the
+        micro-batch.
+        """
         ...
 
 
@@ -59,7 +61,7 @@ class Runtime(Protocol):
     """Runs one lane's work, one piece after the other."""
 
     virtual_time: VirtualTime | None
-    """Charged for work; None where real work takes real time."""
+    """The virtual clock to charge for work; None if work takes real time."""
 
     def spawn(self, work: Callable[[], T]) -> Pending[T]:
         """Start `work` after everything spawned before."""
@@ -70,15 +72,15 @@ class Runtime(Protocol):
         ...
 
     def timer(self) -> Timer:
-        """Return a timer for one lane, which shall measure how long work takes where it is done."""
+        """Return a timer for one lane, which measures the time of work on the device that does it."""
         ...
 
     def keep_pace(self) -> None:
-        """Let the host wait until all work before its last call of this is done; called once per micro-batch."""
+        """Let the host wait for all work before its previous call of this method; called once per micro-batch."""
         ...
 
     def join(self) -> None:
-        """Wait for everything that was spawned, then end."""
+        """Wait for all spawned work, then end."""
         ...
 
     def leave(self) -> None:
@@ -102,13 +104,13 @@ class Arrived(Generic[T]):
 
 
 class HostTimer:
-    """A timer by the host's clock, or a virtual one: work ends before the call that asks for it returns."""
+    """A timer by the host's clock, or a virtual clock: work is complete when the call for it returns."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.mark = now
 
     def since(self, mark: float) -> float:
-        """Return the seconds of the stretch that began at `mark`."""
+        """Return the seconds of the interval that began at `mark`."""
         return self.mark() - mark
 
 
@@ -122,14 +124,14 @@ class OnHost(Runtime):
         return HostTimer(time.perf_counter)
 
     def keep_pace(self) -> None:
-        """Do nothing: the host has done what it has called."""
+        """Do nothing: the host is synchronous."""
 
 
 class RuntimeOver(Runtime):
-    """A runtime that hands everything on to another; a subclass says what it does besides.
+    """A runtime that delegates to another; a subclass adds behaviour.
 
     Args:
-        runtime: That one.
+        runtime: The other runtime.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -156,7 +158,9 @@ class RuntimeOver(Runtime):
 
 
 class InlineRuntime(OnHost):
-    """Performs work in the caller's thread, when its result is taken; for synchronous strategies, which wait anyway."""
+    """Performs work in the caller's thread, when its result is taken; for synchronous strategies, which would wait
+    anyway.
+    """
 
     def spawn(self, work: Callable[[], T]) -> Pending[T]:
         """Keep `work` until its result is taken."""
@@ -197,7 +201,7 @@ class ThreadRuntime(OnHost):
         return self._thread.submit(work)
 
     def join(self) -> None:
-        """Wait for everything that was spawned, and end the thread."""
+        """Wait for all spawned work, and end the thread."""
         self._thread.shutdown(wait=True)
 
     def leave(self) -> None:
@@ -218,7 +222,7 @@ def thread_of_lane(device: torch.device) -> Executor:
 
 
 def _begin_thread(num_threads: int, device: torch.device) -> None:
-    """Give a new thread what its parent has: the number of threads, and on CUDA the device.
+    """Set the number of threads and, on CUDA, the device of a new thread, as in its parent.
 
     A new thread begins on device 0. Leaving a stream context makes that current, for which CUDA makes a context: half
     a GiB on device 0 for every rank of the machine.

@@ -1,4 +1,4 @@
-"""A model that FSDP2 has sharded inside a node: its shards hold the shown values, and take up gradients.
+"""A model that FSDP2 has sharded inside a node: its shards hold the shown values, and accumulate gradients.
 
 Note [Never stale]
     FSDP2 gathers parameters for a forward pass, and copies the shards' values. Parameters of the root module, and all
@@ -48,7 +48,7 @@ class ShardedModel(UserModel):
         super().install(values)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what this rank holds of what `model.state_dict()` returned."""
+        """Load this rank's part of a `model.state_dict()`."""
         self._drop_gathered()
         own = self.model.state_dict()
         whole = {}
@@ -63,7 +63,7 @@ class ShardedModel(UserModel):
         super().drop_copies()
 
     def hook_gradient(self, index: int, node: Any, before: Callable[..., Any]) -> Any:
-        """Have `before` called after every gradient of a parameter: FSDP2 shows none before."""
+        """Call `before` after every gradient of a parameter is added: FSDP2 has no earlier hook."""
 
         def after(parameter: Tensor) -> None:
             before((parameter.grad,))
@@ -95,7 +95,7 @@ def check_reductions(modules: Iterable[nn.Module], where: object) -> None:
     """Raise unless FSDP2 reduces every gradient, and divides it by the number of ranks of its node.
 
     Raises:
-        UsageError: Says which setting to leave alone.
+        UsageError: It does not; the message names the setting.
     """
     for module in modules:
         for group in _groups_of(module):
@@ -128,7 +128,7 @@ class ShardedAccumulation(Accumulation):
     """The gradients of one rank's shards; see Note [Into the buffer].
 
     Args:
-        parameters: Sharded by FSDP2, in the layout's order.
+        parameters: Parameters that FSDP2 has sharded, in the layout's order.
         buffer: The buffer of the first round.
     """
 
@@ -166,7 +166,7 @@ class ShardedAccumulation(Accumulation):
         """Add the gradient of `weight` times the loss; a weight of zero adds zeros.
 
         Raises:
-            UsageError: The loss has 16 bits, in which its weight would be rounded.
+            UsageError: The loss has 16 bits, which would round its weight.
         """
         factor = weight * self._num_shards
         if (
@@ -196,10 +196,10 @@ class ShardedAccumulation(Accumulation):
 
 
 class EarlyShards(EarlyAccumulation, ShardedAccumulation):
-    """Gradients of shards that leave during the backward pass; see Note [Hidden reductions]."""
+    """Gradients of shards that are sent during the backward pass; see Note [Hidden reductions]."""
 
     def before_gradient(self, index: int, gradients: Gradients) -> Gradients | None:
-        """Note that a gradient was added to a slot, and let those leave that have come."""
+        """Note that a gradient was added to a slot, and send complete buckets."""
         ShardedAccumulation.before_gradient(self, index, gradients)
         if self._leaves and gradients[0] is not None:
             self._come(index)
@@ -207,7 +207,7 @@ class EarlyShards(EarlyAccumulation, ShardedAccumulation):
 
 
 def _as_shard(local: Tensor, like: Any) -> Tensor:
-    """Return a `DTensor` over `local`, in its memory, that is cut as `like` is."""
+    """Return a `DTensor` over the memory of `local`, sharded like `like`."""
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -1,4 +1,4 @@
-"""Where a model is sharded inside nodes, and which ranks a job trains across: read off the meshes, and checked.
+"""Sharding inside nodes: the meshes determine which ranks hold shards together and across which ranks the job trains.
 
 Note [Two meshes]
     `fully_shard(module, mesh=mesh["shard"])` cuts parameters among the ranks of a node. `DataParallel(...,
@@ -28,17 +28,17 @@ class Sharding:
     """The ranks of a job whose model is sharded inside nodes; see Note [Two meshes]."""
 
     ranks: tuple[tuple[int, ...], ...]
-    """Of the default group, node by node, in the order of their shards."""
+    """Ranks of the default group, node by node, in the order of their shards."""
     node: int
-    """Of this process."""
+    """Index of this process's node."""
     shard: int
-    """Of this process, on its node."""
+    """Index of this process's shard on its node."""
     group: dist.ProcessGroup
-    """Of this node's ranks, in which FSDP2 works."""
+    """Group of this node's ranks, which FSDP2 uses."""
 
     @property
     def everyone(self) -> list[int]:
-        """All ranks of the default group that train, in rising order."""
+        """Return all ranks of the default group that train, in rising order."""
         return sorted(itertools.chain(*self.ranks))
 
     @property
@@ -57,10 +57,10 @@ class Sharding:
 
 
 class NodeFailures(FailureDetector):
-    """A failure detector that also explains why FSDP2's collectives fail: those in passes through the model.
+    """A failure detector that also explains failures of FSDP2's collectives in passes through the model.
 
     Args:
-        sharding: Which ranks pass through the model together; see `FailureDetector` for the other arguments.
+        sharding: The ranks that pass through the model together; see `FailureDetector` for the other arguments.
     """
 
     def __init__(self, *args: Any, sharding: Sharding, **settings: Any) -> None:
@@ -74,7 +74,7 @@ class NodeFailures(FailureDetector):
         return self._watcher.is_over
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Return the error to raise for an error of a job: for a backend's error, the finding about the node's other
+        """Return the error to raise for an error of a job: for a backend's error, the diagnosis of the node's other
         ranks.
         """
         cause = super().cause_of(error)
@@ -88,10 +88,10 @@ class NodeFailures(FailureDetector):
 
 
 def sharding_of(model: object, mesh: object) -> Sharding:
-    """Return where `model` is sharded; all ranks of the node must call.
+    """Return how `model` is sharded; all ranks of the node must call it.
 
     Args:
-        model: Sharded by `fully_shard`.
+        model: A model sharded by `fully_shard`.
         mesh: The dimension of the mesh across which the job trains.
 
     Raises:
@@ -128,14 +128,15 @@ def sharding_of(model: object, mesh: object) -> Sharding:
 
 
 def arrivals(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[int]:
-    """Return a number for each parameter, larger where its gradient comes later: those of a unit of FSDP2 together.
+    """Return a number for each parameter that grows with the expected arrival of its gradient; equal within a unit
+    of FSDP2.
 
     Units come in the reverse order of registration, and one that holds others after these: the root last.
     """
     order: list[nn.Parameter] = []
 
     def visit(module: nn.Module) -> list[nn.Parameter]:
-        """Add the units inside a module to the order; return the parameters that are in none of them."""
+        """Append the units inside a module to the order; return the parameters that are in no unit."""
         own: list[nn.Parameter] = []
         for child in reversed(list(module.children())):
             left = visit(child)

@@ -1,4 +1,4 @@
-"""What a rank makes of a collective that does not complete: who is to blame, so that all ranks report the same.
+"""The diagnosis of a collective that does not complete: it finds the responsible rank, and all ranks report the same.
 
 Note [Who is to blame]
     A collective that cannot complete has one of four causes, and each shows in another way.
@@ -26,23 +26,23 @@ from stretto.errors import CommunicationError, PeerFailed, PeerSilent
 from stretto.groups import Connection
 
 ANSWER_SECONDS = 2.5
-"""Seconds to wait for the answers to an alarm: two looks of a waiting rank, two of its watcher, and a margin."""
+"""Seconds to wait for the answers to an alarm: two checks of a waiting rank, two of its watcher, and a margin."""
 _WORD_SECONDS = 1.0
 """Seconds to wait for the report of a single rank whose connection has closed: a rank that ends alone reports first."""
 _POLL_SECONDS = 0.05
-"""Seconds between two counts of the answers."""
+"""Seconds between two checks of the answers."""
 
 
 class StallDiagnosis:
-    """One wait that lasts.
+    """The diagnosis of one long wait.
 
     Args:
-        watcher: Of this rank.
-        connections: That the group has opened, on Gloo.
+        watcher: This rank's watcher.
+        connections: Connections that the group has opened, on Gloo.
         where: Rank and step.
-        what: Is waited for.
-        ranks: Who takes part in it.
-        timeout_seconds: How long the collective may wait for a rank that lives.
+        what: Name of the collective.
+        ranks: The participating ranks.
+        timeout_seconds: Seconds that the collective may wait for a rank that lives.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class StallDiagnosis:
         self._answers, self._looked_at, self._unanswered = watcher.answers, time.monotonic(), 0.0
 
     def look(self) -> None:
-        """Raise if the collective cannot complete any more, or this rank has ended the job."""
+        """Raise if the collective can no longer complete, or this rank has ended the job."""
         if self._watcher.has_finished and time.monotonic() <= self._deadline:
             return  # a save after finish(): nobody watches any more, and the others may come late
         if self._watcher.is_over:
@@ -91,7 +91,7 @@ class StallDiagnosis:
             raise self._alarm(PeerSilent, self._no_answer)
 
     def into(self, error: BaseException) -> CommunicationError:
-        """Return the error to raise for one of the backend."""
+        """Return the error to raise for an error of the backend."""
         return self._alarm(PeerFailed, _reason(error))
 
     def _look_at_store(self) -> None:
@@ -111,7 +111,9 @@ class StallDiagnosis:
             raise PeerSilent(self._prefix + self._no_sign(f"from {kept}"), keeper)
 
     def _alarm(self, kind: type[CommunicationError], reason: str) -> CommunicationError:
-        """Ask all ranks to answer, and return the error that names those that do not, or that are known to be gone."""
+        """Ask all ranks to answer, and return the error that names those that do not answer, or that are known to be
+        gone.
+        """
         watcher, deadline = self._watcher, time.monotonic() + ANSWER_SECONDS
         watcher.look(ANSWER_SECONDS)
         beats = watcher.beats
@@ -155,19 +157,19 @@ class StallDiagnosis:
         return self._found(kind, _died(quiet or missing, reason), quiet or missing)
 
     def _found(self, kind: type[CommunicationError], text: str, ranks: Sequence[int]) -> CommunicationError:
-        """Write a finding for the others; return the error."""
+        """Write a finding for the other ranks; return the error."""
         self._watcher.say("finding", f"{kind.__name__} {text}", ANSWER_SECONDS)
         return _error(kind, self._prefix + text, ranks)
 
     def _known(self) -> CommunicationError | None:
-        """Return the error to raise for the watcher's findings: a report of others, or a silent rank."""
+        """Return the error for the watcher's findings: a report of another rank, or a silent rank."""
         told, silent = self._told(), self._watcher.silent
         if told is not None or not silent:
             return told
         return self._found(PeerSilent, self._no_sign(f"from ranks {silent}"), silent)
 
     def _told(self) -> CommunicationError | None:
-        """Return the error to raise for the reports of other ranks or their supervisor; None without any."""
+        """Return the error for the reports of other ranks or their supervisor; None if there are none."""
         watcher = self._watcher
         failures, findings, died = (watcher.heard(topic) for topic in ("failure", "finding", "death"))
         if failures or findings or died:
@@ -208,7 +210,7 @@ class StallDiagnosis:
 
 
 def closed_ranks(watcher: Watcher, connections: Collection[Connection]) -> list[int]:
-    """Return ranks that are gone where a connection has closed, unless they have ended the job in their own way.
+    """Return ranks that are gone after a connection has closed, unless they have ended the job normally.
 
     Which rank was at its other end is not known, so every rank at that address is asked.
     """

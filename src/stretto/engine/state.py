@@ -38,7 +38,7 @@ def load_given(job: Job, state: State) -> None:
     """Load a state from the user's program; a checkpoint of Stretto is checked when it is read instead.
 
     Raises:
-        ForeignCheckpoint: It is not one of this job.
+        ForeignCheckpoint: It does not fit this job.
     """
     try:
         given = JobState(job)
@@ -68,7 +68,7 @@ class JobState:
         self.job = job
         self.slots = job.layout.slots
         self.pieces: dict[int, list[Piece]] = defaultdict(list)
-        """What this rank owns of each parameter, by slot index."""
+        """This rank's owned pieces of each parameter, by slot index."""
         for piece in job.sharded.pieces:
             self.pieces[piece.slot.index].append(piece)
         everyone = job.everyone.rank, job.everyone.world_size
@@ -76,7 +76,7 @@ class JobState:
         self._kinds = StateKinds(job.sharded)
 
     def write(self) -> State:
-        """Return the state as nested dictionaries of `PartedTensor`s and numbers; all ranks must call."""
+        """Return the state as nested dictionaries of `PartedTensor`s and numbers; all ranks must call it."""
         sharded = self.job.replica.agreed_optimizer(self.job.model.buffer_sync.changes)
         masters = {
             slot.name: self.cut(slot, sharded.masters)
@@ -117,7 +117,7 @@ class JobState:
         """Return the model's values and the optimizer's state from the read entries; nothing changes yet.
 
         Raises:
-            TornCheckpoint: A parameter is missing, or a count is none.
+            TornCheckpoint: A parameter is missing, or a count is not a number.
             ForeignCheckpoint: The optimizer's state is of another kind.
         """
         model = {name: _whole(value) for name, value in state["model"].items()}
@@ -147,7 +147,7 @@ class JobState:
         self.job.exchange.load_residuals([])  # what is owed belongs to the course that ends here
 
     def cut(self, slot: Slot, buckets: Sequence[Tensor] | None) -> PartedTensor:
-        """Return this rank's share of a parameter, out of per-bucket masters or sums; None gives a blank one."""
+        """Return this rank's share of a parameter, from per-bucket masters or sums; None gives a blank tensor."""
         fragments = None
         if buckets is not None:
             pieces = self.pieces[slot.index]
@@ -155,13 +155,15 @@ class JobState:
         return self._cut(slot, self._master_dtype(slot), fragments)
 
     def spread(self, slot: Slot, values: Tensor | None) -> PartedTensor:
-        """Return a value that every rank holds whole and of which each writes its share; None gives a blank one."""
+        """Return a value that every rank holds completely and of which each writes its share; None gives a blank
+        tensor.
+        """
         fragments = None if values is None else [(0, values.detach().reshape(-1))]
         dtype = self.job.sharded.layout.sets[slot.set_index].dtype
         return self._shares.cut(slot, dtype, fragments, everywhere=True)
 
     def held(self, slot: Slot, values: Tensor | None) -> PartedTensor:
-        """Return values of a slot that this rank alone writes, as wide as masters; None gives a blank one."""
+        """Return values of a slot that only this rank writes, as wide as masters; None gives a blank tensor."""
         shard = slot.shard or Shard(slot.shape, 0, slot.shape)
         return self._shares.held(
             shard, self._master_dtype(slot), None if values is None else values.reshape(-1)
@@ -289,7 +291,7 @@ def is_extra(name: str) -> bool:
 
 
 def _is_cut(slot: Slot) -> bool:
-    """Return whether a moment of the optimizer has the parameter's shape, of which this rank has elements."""
+    """Return whether a moment of the optimizer has the parameter's shape and is divided among owners."""
     return not slot.is_whole or slot.shard is not None
 
 
@@ -308,7 +310,7 @@ def _under(entries: Mapping[str, Any], prefix: str) -> State:
 
 
 def _run(entry: Tensor | None, piece: Piece) -> Tensor | None:
-    """Return the elements of `piece`, or None where the entry does not exist or was not read."""
+    """Return the elements of `piece`, or None if the entry does not exist or was not read."""
     start = piece.slot.offset + piece.offset
     if isinstance(entry, PartedTensor):
         return entry.run(start, piece.numel)

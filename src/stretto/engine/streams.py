@@ -1,4 +1,4 @@
-"""The streams of a device, which does later what its host has called: order between them, and times on them.
+"""The streams of an asynchronous device: the order between them, and times on them.
 
 Note [Streams]
     Work starts after the stream that spawned it has reached the call. A stream that takes the result waits for the
@@ -30,34 +30,34 @@ T = TypeVar("T")
 
 
 class Mark(Protocol):
-    """A place in the work of a stream."""
+    """A position in the work of a stream."""
 
     def query(self) -> bool:
-        """Return whether the device has come to it."""
+        """Return whether the device has reached it."""
         ...
 
     def synchronize(self) -> None:
-        """Let the host wait until the device has."""
+        """Let the host wait until the device has reached it."""
         ...
 
     def elapsed_time(self, later: Any, /) -> float:
-        """Return the milliseconds from here to another place that the device has come to."""
+        """Return the milliseconds from here to a later position that the device has reached."""
         ...
 
 
 class Streams(Protocol):
-    """Streams of one device: the one that the calling thread uses, and one for the communication lane."""
+    """The streams of one device: the calling thread's stream, and a stream for the communication lane."""
 
     def mark(self) -> Mark:
-        """Return the present place in the work of the calling thread's stream."""
+        """Return the current position in the work of the calling thread's stream."""
         ...
 
     def follow(self, mark: Mark) -> None:
-        """Let what this thread's stream is given from now on wait for `mark`; the host continues."""
+        """Let later work on this thread's stream wait for `mark`; the host continues."""
         ...
 
     def beside(self) -> AbstractContextManager[object]:
-        """Let the calling thread use the other stream inside the block."""
+        """Let the calling thread use the other stream during the block."""
         ...
 
 
@@ -65,7 +65,7 @@ class CudaStreams:
     """Streams of a CUDA device.
 
     Args:
-        device: Which one.
+        device: The device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -88,10 +88,10 @@ class CudaStreams:
 
 
 class SideStream:
-    """A second stream, for work that the caller queues itself; see Note [Streams].
+    """A second stream, for work that the caller queues; see Note [Streams].
 
     Args:
-        device: Of the stream.
+        device: The device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -99,21 +99,21 @@ class SideStream:
 
     @contextmanager
     def queued(self) -> Iterator[None]:
-        """Queue the block there, after all that the caller's stream has been given."""
+        """Queue the block on the side stream, after all earlier work of the caller's stream."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             yield
 
     def rejoin(self) -> None:
-        """Let the caller's stream continue after all that was queued."""
+        """Let the caller's stream continue after all work queued on the side stream."""
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
 class StreamTimer:
-    """Measures what a device does, in stretches of the calling lane's stream; see Note [Late times].
+    """Measures a device's work in intervals on the calling lane's stream; see Note [Late times].
 
     Args:
-        streams: Of the device.
+        streams: Streams of the device.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -121,7 +121,7 @@ class StreamTimer:
         self.mark = streams.mark
 
     def since(self, mark: Mark) -> float:
-        """End a stretch, and return the seconds of all stretches that the device has passed since the last call."""
+        """End an interval, and return the seconds of all intervals that the device has passed since the last call."""
         self._late.append((mark, self.mark()))
         seconds = 0.0
         while self._late and self._late[0][1].query():

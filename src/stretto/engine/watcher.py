@@ -33,42 +33,42 @@ from stretto.groups import answering, answers, deaths, listens_at
 _log = logging.getLogger("stretto")
 
 PERIOD_SECONDS = 0.5
-"""Between two looks; a rank that raised is noticed within twice this time."""
+"""Seconds between two checks; a rank that raised is noticed within twice this time."""
 _LONGEST_PAUSE = 2
-"""Periods that one pause counts at most; see Note [How long a rank is silent]."""
+"""Most periods that one pause counts; see Note [How long a rank is silent]."""
 _PERIODS = 4
-"""In the time after which a rank counts as silent, at least."""
+"""Fewest periods after which a rank counts as silent."""
 _WATCHED = 8
-"""Ranks whose signs one rank reads: those that follow it, and so a whole node's."""
+"""Number of ranks whose signs one rank reads: the ranks that follow it, and so a whole node's."""
 _LATE = 6
-"""Part of the time after which a rank counts as silent, after which it is reported as late."""
+"""A rank is reported as late after this fraction of the time after which it counts as silent."""
 _ARRIVE_SECONDS = 5.0
-"""How long a job waits at its start for the store to answer."""
+"""Seconds that a job waits at its start for the store to answer."""
 _JOIN_SECONDS = 1.0
-"""How long its end waits for a call of the store to come back."""
+"""Seconds that a job's end waits for a call of the store to return."""
 _BEAT, _LEFT = "beat", "left"
-"""Where the signs of a rank are, and the last one of a rank that ends the job in its own way."""
+"""Keys of a rank's sign of life, and of its last sign when it ends the job normally."""
 _SAID, _HEARD, _ANSWERS = "said", "heard", "answers"
-"""Lists to which ranks append lines: what all must know, who has heard of an error, and where each rank answers."""
+"""Lists to which ranks append lines: messages to all, ranks that have read of an error, and each rank's address."""
 
 
 def last_sign(store: Store, rank: int) -> str | None:
-    """Return the last sign of life that a rank has given in the store of its job; None where it has given none."""
+    """Return the last sign of life of a rank in the store of its job; None if there is none."""
     key = f"{_BEAT}/{rank}"
     return store.get(key).decode() if store.check([key]) else None
 
 
 class Watcher:
-    """Gives signs of this rank's life, and knows what others have written.
+    """Gives this rank's signs of life, and reads other ranks' messages.
 
     Args:
-        store: Of the job's group; None, or a rank alone, watches no rank.
-        members: Of the job: their ranks in the default group, as their supervisor names them.
-        rank: Of this process among them.
+        store: The store of the job's group; None, or a single rank, watches no rank.
+        members: Members of the job: their ranks in the default group, as their supervisor names them.
+        rank: Index of this process among them.
         keeps_store: Whether the store ends with this process.
-        host: The address at which other ranks see this one, for its answers; None for the address towards the store.
-        silent_seconds: After which a rank without a sign of life counts as silent.
-        aborts: Groups to abort once a rank is known to be gone, because nothing else ends the waits for them.
+        host: The address at which other ranks reach this one, for its answers; None for the address towards the store.
+        silent_seconds: Seconds after which a rank without a sign of life counts as silent.
+        aborts: Groups to abort once a rank is known to be gone, because nothing else ends the waits in them.
     """
 
     def __init__(
@@ -88,17 +88,17 @@ class Watcher:
         self.keeps_store = keeps_store
         self._host = host
         self._where: dict[int, str] = {}
-        """Where other ranks answer, as far as it has been read."""
+        """Addresses of other ranks, as far as they were read."""
         self.words: Mapping[str, Mapping[int, str]] = {}
-        """What other ranks have said, by topic and rank, and their deaths."""
+        """Messages of other ranks, by topic and rank, and their deaths."""
         self._read = 0
-        """Bytes of what all ranks have said that have been read."""
+        """Number of bytes of all ranks' messages that were read."""
         self.beats: Mapping[int, str] = {}
-        """The last signs of those ranks whose signs are read here."""
+        """The last signs of the ranks whose signs are read here."""
         self.answers = 0
-        """Looks that the store has answered."""
+        """Number of checks that the store has answered."""
         self.lost: str | None = None
-        """Why the store can no longer be asked, if it cannot."""
+        """Why the store can no longer be used; None if it can."""
         self.is_over = False
         """Whether this rank has ended the job."""
         self.has_finished = False
@@ -106,11 +106,11 @@ class Watcher:
         self._members = members
         self._aborts = aborts
         self.has_aborted = False
-        """Whether it has aborted the groups that it was given."""
+        """Whether it has aborted its groups."""
         following = [(rank + distance) % len(members) for distance in range(1, len(members))]
         self._watched = following[:_WATCHED]
         self._readable: set[int] = set()
-        """Ranks whose sign can be read: a read of a missing key waits."""
+        """Ranks whose sign can be read; reading a missing key would wait."""
         self._silence: dict[int, float] = {}
         self._late: set[int] = set()
         self._errands: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]] = queue.SimpleQueue()
@@ -128,12 +128,12 @@ class Watcher:
     # What others ask
 
     def say(self, topic: str, text: str, seconds: float) -> bool:
-        """Write `text` for the other ranks; return whether it is there within `seconds`."""
+        """Write `text` for the other ranks; return whether it was written within `seconds`."""
         key = _HEARD if topic == _HEARD else _SAID
         return self._do(lambda: self._append(key, self._line(topic, text)), seconds)
 
     def hearers(self, seconds: float) -> set[int]:
-        """Return the other ranks that have said that they have heard of an error, as far as the store answers."""
+        """Return the other ranks that report that they have read of an error, as far as the store answers."""
         found: set[int] = set()
         self._do(lambda: found.update(rank for rank, _, _ in self._lines(_HEARD)), seconds)
         return found
@@ -147,20 +147,20 @@ class Watcher:
         return sorted(rank for rank in near if answers(known[rank], self.period) is False)
 
     def look(self, seconds: float) -> bool:
-        """Look now; return whether the store has answered within `seconds`."""
+        """Check now; return whether the store has answered within `seconds`."""
         return self._do(self._look, seconds)
 
     def watch(self, ranks: Sequence[int]) -> None:
-        """Read the signs of these ranks too, from the next look on."""
+        """Read the signs of these ranks too, starting with the next check."""
         self._watched = [*self._watched, *(rank for rank in ranks if rank not in self._watched)]
 
     def heard(self, topic: str) -> Mapping[int, str]:
-        """Return what other ranks had said about `topic` at the last look."""
+        """Return other ranks' messages about `topic` at the last check."""
         return self.words.get(topic, {})
 
     @property
     def watches(self) -> bool:
-        """Whether there is anybody to watch, and a store to look into."""
+        """Whether there is a rank to watch, and a store to read."""
         return self._thread is not None
 
     @property
@@ -175,11 +175,11 @@ class Watcher:
 
     @property
     def keeper(self) -> int | None:
-        """The other rank with whose process the store ends, where it is known."""
+        """The other rank whose process keeps the store, if known."""
         return next(iter(self.heard("keeper")), None)
 
     def end(self, *, leaves: bool = True, finishes: bool = False) -> None:
-        """Give no more signs; a rank that leaves says so, and no rank counts it as dead."""
+        """Stop the signs of life; a rank that leaves reports this, so that no rank counts it as dead."""
         if self.is_over:
             return
         self.is_over, self.has_finished = True, finishes
@@ -192,8 +192,8 @@ class Watcher:
     # The thread
 
     def _do(self, errand: Callable[[], None], seconds: float) -> bool:
-        """Let the thread do it; return whether it is done within `seconds`. No caller waits while an overdue call is
-        not done.
+        """Let the thread run `errand`; return whether it is done within `seconds`. Callers do not wait while an
+        overdue call is not done.
         """
         if self._thread is None or self.is_over:
             return False
@@ -260,7 +260,7 @@ class Watcher:
         self._abort_if_gone()
 
     def _find_answers(self) -> None:
-        """Read where other ranks answer, unless all are known."""
+        """Read the addresses of other ranks, unless all are known."""
         if len(self._where) < len(self.others):
             self._where.update((rank, where) for rank, _, where in self._lines(_ANSWERS))
 
@@ -311,7 +311,7 @@ class Watcher:
 
 
 def store_of(group: dist.ProcessGroup) -> Store | None:
-    """Return a store of the group's own ranks, or None for a group without one (a lone rank, a simulation)."""
+    """Return the store of the group's own ranks, or None for a group without a store (a single rank, a simulation)."""
     try:
         return PrefixStore("stretto", group.get_group_store())
     except RuntimeError:

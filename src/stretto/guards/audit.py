@@ -1,4 +1,4 @@
-"""The audit: in some rounds, other ranks compute the gradients again and compare them to the bit."""
+"""The audit: in some rounds, other ranks compute the gradients again and compare them bit by bit."""
 
 import dataclasses
 import warnings
@@ -69,7 +69,7 @@ class Audit(Guard):
         return _Audits(self, rounds)
 
     def distance(self, round_index: int, world_size: int) -> int | None:
-        """Return how many ranks further every rank's auditor is in a round; None where the round is not audited."""
+        """Return the distance in ranks to every rank's auditor in a round; None if the round is not audited."""
         if not coin(self.seed, "audit", round_index, self.rate):
             return None
         # The distance changes each time, so that two faulty ranks do not always audit each other.
@@ -81,7 +81,7 @@ class Audit(Guard):
 
 
 class _Audits(RoundWatch):
-    """Audits the rounds of one rank that are drawn."""
+    """Audits the drawn rounds of one rank."""
 
     needs_rounds = True
 
@@ -116,10 +116,11 @@ class _RoundAudit:
         tolerance. If both repeated their own, no majority shows which rank is wrong.
 
     Args:
-        rounds: All micro-batches of their round are counted, and nothing has been installed since.
+        rounds: The job's rounds; all micro-batches of the current one are counted, and nothing has been installed
+            since.
         guard: The options of the audit.
         round_index: Index of the round.
-        distance: From every rank to its auditor.
+        distance: Distance in ranks from every rank to its auditor.
     """
 
     def __init__(self, rounds: GuardedRounds, guard: Audit, round_index: int, distance: int) -> None:
@@ -138,7 +139,7 @@ class _RoundAudit:
         """The model's buffers, to restore after the audit."""
 
     def perform(self) -> Sequence[Incident]:
-        """Run a round again, compare, and repair wrong gradients; return the incidents."""
+        """Run another rank's round again, compare, and repair wrong gradients; return the incidents."""
         received = self._exchange_rounds()
         own = _digest(self._own, self._buffers)
         # Its parameters may still be damaged: it has no gradient to audit, and cannot audit another rank.
@@ -163,7 +164,7 @@ class _RoundAudit:
         return (audited + self._distance) % self._world_size
 
     def _settle(self, audited: int, first: Mapping[str, int], theirs: Accumulation | None) -> None:
-        """Let all roles run a round once more, name the rank that was wrong, and repair its round."""
+        """Let all roles run a round once more, find the wrong rank, and repair its round."""
         roles = self._roles(audited)
         kept = self._broadcast_round(audited)
         taken: dict[str, Rerun] = {}
@@ -191,13 +192,13 @@ class _RoundAudit:
             self._report(audited, tuple(sorted(set(roles.values()))), _UNKNOWN)
 
     def _roles(self, audited: int) -> dict[str, int]:
-        """Return the ranks that run the round once more: three, or as many as there are."""
+        """Return the ranks that run the round once more: three, or all if there are fewer."""
         roles = {"audited": audited, "auditor": self._auditor_of(audited)}
         others = set(range(self._world_size)) - set(roles.values())
         return {**roles, "witness": min(others)} if others else roles
 
     def _put_right(self, audited: int, source: int, rerun: Rerun | None, right: int) -> None:
-        """Send the audited rank the result of `source`'s rerun: gradient, loss, use of parameters, and buffers."""
+        """Send the audited rank the result of `source`'s rerun: gradient, loss, used parameters, and buffers."""
         taken, buffers = rerun if rerun is not None and self._rank == source else (self._own, self._buffers)
         content = [tensor.clone() for tensor in (*_outcome(taken), *buffers.values())]
         if source != audited:
@@ -216,7 +217,7 @@ class _RoundAudit:
             )
 
     def _compare(self, audited: int, theirs: Accumulation | None) -> None:
-        """Compare values within the tolerance, where bits cannot be compared."""
+        """Compare values within the tolerance, if bits cannot be compared."""
         auditor = self._auditor_of(audited)
         if self._rank in (audited, auditor):
             warnings.warn(
@@ -238,7 +239,7 @@ class _RoundAudit:
                 self._report(audited, suspects, f"{relative:.2g} of the norm apart, {_UNKNOWN}")
 
     def _exchange_rounds(self) -> KeptRound | None:
-        """Send this rank's round to its auditor; return the one to audit, None if it arrived damaged."""
+        """Send this rank's round to its auditor; return the round to audit, None if it arrived damaged."""
         if self._world_size == 1:
             return self._kept
         content = torch.frombuffer(bytearray(to_bytes(self._kept)), dtype=torch.uint8)
@@ -293,7 +294,7 @@ class _RoundAudit:
             self._on_lane(lambda: broadcast(self._exchange, tensor, source, what))
 
     def _on_lane(self, work: Callable[[], T]) -> T:
-        """Perform collectives on the communication lane, after the collectives in flight there."""
+        """Perform collectives on the communication lane, after those in flight there."""
         return self._compute.runtime.spawn(work).result()
 
     def _report(
@@ -322,7 +323,7 @@ class _RoundAudit:
 
 
 _SILENT, _CLAIMS, _LEFT_OUT = range(3)
-"""A rank's answer in an audit: nothing, because no round arrived; a digest; nothing, because it left its round out."""
+"""A rank's answer in an audit: none, because no round arrived; a digest; none, because it skipped its round."""
 _TOLERANCE = 1e-3
 """Largest 2-norm of the difference, relative to the gradient's, where bits cannot be compared: if ranks differ and none
 repeats its own gradient. Well above float32's rounding, well below a harmful error."""
@@ -330,7 +331,9 @@ _UNKNOWN = "kept: no majority shows which rank is right"
 
 
 def _agreed(first: Mapping[str, int], second: Mapping[str, int]) -> int | None:
-    """Return the digest that two second runs share or, of two ranks, that of the only one that repeated its own."""
+    """Return the digest that two second runs share; with two ranks, the digest of the only one that repeated its
+    own.
+    """
     value, votes = Counter(second.values()).most_common(1)[0]
     if votes >= 2:
         return value
@@ -339,7 +342,7 @@ def _agreed(first: Mapping[str, int], second: Mapping[str, int]) -> int | None:
 
 
 def _outcome(taken: Accumulation) -> list[Tensor]:
-    """Return the tensors that a round results in: gradient, loss, and which parameters were used."""
+    """Return the tensors of a round's result: gradient, loss, and which parameters were used."""
     contribution = taken.contribution
     used = torch.frombuffer(contribution.used, dtype=torch.uint8)
     return [*taken.buffer.flats, contribution.loss_sum, used]

@@ -1,4 +1,4 @@
-"""The contract of a guard: the effects it may ask for, and the coroutines that ask.
+"""The interface of a guard: the effects that it may yield, and its coroutines.
 
 | effect | asks for | answer | collective |
 |---|---|---|---|
@@ -39,16 +39,16 @@ class Part(NamedTuple):
     """The kind of tensor: "masters", "optimizer state", "anchor", "velocity", "reduced gradient", "error memory",
     "values to be shown" or "fixed"."""
     name: str
-    """Which tensor of this kind, such as "bucket 3"."""
+    """Name of the tensor within its kind, such as "bucket 3"."""
 
     def __str__(self) -> str:
         return f"{self.site}, {self.name}"
 
 
 Sealable = Literal["state", "anchor", "reduced gradient", "error memory", "values to be shown"]
-"""Masters and optimizer state, which change at a step; anchors, to which changes are added; reduced gradients, from
-their sum to their step; the residual of a wire (its rounding errors), which changes at every sum; values that have
-been gathered or published, until they are shown."""
+"""Kinds of values that can be sealed: masters and optimizer state, which change at a step; anchors, to which changes
+are added; reduced gradients, from their sum to their step; the residual of a wire (its rounding errors), which
+changes at every sum; values that have been gathered or published, until they are shown."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,14 +57,14 @@ class Difference:
 
     part: Part
     expected: int
-    """Digest when it was sealed."""
+    """Digest at the seal."""
     found: int
     """Digest now."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Digest every part that all ranks hold alike.
+    """Return digests of every part that is equal on all ranks.
 
     The parts are the values that the model will show next; with a replicated optimizer, masters and optimizer state;
     anchors, if ranks send changes, and under outer steps these alone while replicas differ; and with a strategy that
@@ -79,12 +79,12 @@ class Share:
     """Gather a record of every rank. Answer: `list[bytes]`, in the order of `Ranks`, equal on all ranks."""
 
     record: bytes
-    """Of the same length on every rank."""
+    """A record of the same length on every rank."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copy:
-    """Send a part from one rank to all; the ranks in `onto` replace their own by it. Both are places in `Ranks`."""
+    """Send a part from one rank to all; the ranks in `onto` replace their part. Both are indices into `Ranks`."""
 
     part: Part
     source: int
@@ -93,7 +93,7 @@ class Copy:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Seal:
-    """Keep checksums of values until the job changes them. A part that is sealed already keeps its checksum."""
+    """Keep checksums of values until the job changes them. A part that is already sealed keeps its checksum."""
 
     what: Sealable
 
@@ -107,7 +107,7 @@ class Inspect:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mend:
-    """Repair a sealed part in place from its checksum. Answer: whether it is again as sealed, to the bit."""
+    """Repair a sealed part in place from its checksum. Answer: whether it is bit-identical to the sealed values."""
 
     part: Part
 
@@ -125,7 +125,7 @@ class Replace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Publish:
-    """Write damaged values to be shown again, from the masters of a replicated optimizer.
+    """Write damaged values for the model again, from the masters of a replicated optimizer.
 
     Raises `StateCorrupt` if the result differs from its seal, and under a sharded strategy.
     """
@@ -151,12 +151,12 @@ class Recompute:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Where:
-    """Ask for rank and update. Answer: text with which a message begins."""
+    """Ask for rank and update. Answer: text at the start of messages."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ranks:
-    """Ask how to call the ranks that collective effects connect. Answer: their numbers in the job, in their order."""
+    """Ask for the ranks that collective effects connect. Answer: their numbers in the job, in order."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,13 +198,13 @@ class RoundWatch:
     """A guard's work on the compute lane of one job; every method does nothing unless overridden."""
 
     needs_rounds: ClassVar[bool] = False
-    """Whether it has to run rounds again, so that micro-batches must come through `DataParallel.micro_batch`."""
+    """Whether it must run rounds again, so that micro-batches must use `DataParallel.micro_batch`."""
 
     def installed(self, values: Sequence[Tensor]) -> None:
         """The model's parameters have been given `values`, in the layout's order."""
 
     def begin_again(self) -> None:
-        """The model has been given a checkpoint's state."""
+        """The model has loaded a checkpoint's state."""
 
     def round_ends(self) -> Sequence[Incident]:
         """All micro-batches of a round are counted; called on all ranks. Return the incidents found."""
@@ -239,24 +239,24 @@ class Guard(ABC):
     """
 
     name: ClassVar[str]
-    """The guard's name on the command line, in tables and in `Incident.guard`."""
+    """Name on the command line, in tables and in `Incident.guard`."""
     overlaps: ClassVar[bool] = False
-    """Whether the guard may run while the gradients of the next update accumulate. A guard that must finish before
-    values are shown says False: its time is then exposed or hidden like that of its strategy."""
+    """Whether the guard may run while the next update's gradients accumulate. A guard that must finish before values
+    are shown sets False; its time is then exposed or hidden like its strategy's."""
     needs_replicas: ClassVar[bool] = False
-    """Whether it compares ranks with each other, so that it is not asked while their replicas may differ."""
+    """Whether it compares ranks, so that it does not run while replicas may differ."""
     needs_equal_parameters: ClassVar[bool] = False
     """Whether all ranks must show the same parameters, so that it does not work with averages of replicas."""
     agrees_inside: ClassVar[bool] = False
-    """Whether its round watch asks the other ranks of its node before it does anything, where each holds a shard
-    (`GuardedRounds.agree`): no rank can run a round again, or leave it out, alone."""
+    """Whether its round watch communicates with the other ranks of its node before it acts, if each holds a shard
+    (`GuardedRounds.agree`): no rank can run a round again, or skip it, alone."""
     repairs_sent: ClassVar[bool] = False
     """Whether its round watch makes ranks sum gradients again that were sent before it found them wrong
     (`Accumulation.restart`), and before a reduction it looks only at the residual of the wire. Gradients may then
     leave during the backward pass."""
 
     def looks_before_sending(self, *, has_residual: bool) -> bool:
-        """Return whether nothing of a round may leave before the guard has looked at it.
+        """Return whether the guard must check a round before any of it is sent.
 
         Args:
             has_residual: Whether the wire has a residual (its rounding errors), which is sent with the gradients.
@@ -270,7 +270,7 @@ class Guard(ABC):
         """Yield the effects at the end of an update."""
 
     def watch_rounds(self, rounds: Any) -> RoundWatch | None:
-        """Return the guard's work on the compute lane of a job; None unless overridden.
+        """Return the guard's work on the compute lane of a job; None by default.
 
         Args:
             rounds: The job's `stretto.guards.replay.GuardedRounds`.
@@ -278,32 +278,32 @@ class Guard(ABC):
         return None
 
     def at_start(self) -> GuardScript:
-        """Yield the effects on the state that training starts from; none unless overridden.
+        """Yield the effects on the initial state of training; none by default.
 
         No values have been published yet, so `Fingerprint` and `Copy` are not allowed.
         """
         yield from ()
 
     def before_reduce(self) -> GuardScript:
-        """Yield the effects before a gradient is sent; none unless overridden."""
+        """Yield the effects before a gradient is sent; none by default."""
         yield from ()
 
     def after_reduce(self) -> GuardScript:
-        """Yield the effects after a gradient has been summed; none unless overridden."""
+        """Yield the effects after a gradient has been summed; none by default."""
         yield from ()
 
     def before_step(self) -> GuardScript:
-        """Yield the effects before gradient, masters and optimizer state are read; none unless overridden."""
+        """Yield the effects before gradient, masters and optimizer state are read; none by default."""
         yield from ()
 
     def after_gather(self) -> GuardScript:
-        """Yield the effects after values have been gathered; none unless overridden."""
+        """Yield the effects after values have been gathered; none by default."""
         yield from ()
 
     def before_land(self) -> GuardScript:
-        """Yield the effects before a fragment arrives; none unless overridden."""
+        """Yield the effects before a fragment arrives; none by default."""
         yield from ()
 
     def before_install(self) -> GuardScript:
-        """Yield the effects before the model shows what a round brought; none unless overridden."""
+        """Yield the effects before the model shows a round's values; none by default."""
         yield from ()

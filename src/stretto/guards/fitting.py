@@ -1,4 +1,4 @@
-"""Which guards can watch over a job, by its strategy."""
+"""Checks which guards work with a job's strategy."""
 
 import dataclasses
 import logging
@@ -19,10 +19,10 @@ _log = logging.getLogger("stretto")
 def choose_guards(
     guards: Sequence[Guard] | str, strategy: Strategy, options: Options
 ) -> tuple[tuple[Guard, ...], Options]:
-    """Return a job's guards, and its options: "standard" is all that fits the strategy, and a verified exchange.
+    """Return a job's guards and options; "standard" means all guards that fit the strategy, and a verified exchange.
 
     Raises:
-        ConfigError: It is another word, or no sequence.
+        ConfigError: The argument is another word, or not a sequence.
     """
     if not isinstance(guards, Sequence):
         raise ConfigError(f"guards: expected 'standard' or a sequence of guards, found {guards!r}")
@@ -50,10 +50,10 @@ def choose_guards(
 
 
 def check_guards(guards: Sequence[Guard], strategy: Strategy, ledger: Ledger) -> None:
-    """Raise unless all guards can watch over a job under `strategy`.
+    """Raise unless all guards work under `strategy`.
 
     Raises:
-        ConfigError: Names the first that cannot.
+        ConfigError: A guard does not; the message names the first.
     """
     for guard in guards:
         if reason := unfit(guard, strategy, ledger):
@@ -63,7 +63,7 @@ def check_guards(guards: Sequence[Guard], strategy: Strategy, ledger: Ledger) ->
 
 
 def unfit(guard: Guard, strategy: Strategy, ledger: Ledger) -> str | None:
-    """Return why a guard cannot watch over a job under `strategy`; None if it can."""
+    """Return why a guard does not work under `strategy`; None if it does."""
     if guard.needs_equal_parameters and (ledger.local or ledger.may_average):
         return (
             f"runs a rank's micro-batches again on another, and strategy {strategy.name} lets parameters differ "

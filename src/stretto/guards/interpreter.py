@@ -42,12 +42,12 @@ from stretto.records import Incident
 
 
 class GuardInterpreter:
-    """Answers the guards of one rank, on its communication lane.
+    """Performs the effects of one rank's guards, on its communication lane.
 
     Args:
         guards: The job's guards; empty if only a verified exchange reports incidents.
-        replica: This rank's. Replicas that may differ are compared right after an average and at no other time.
-        fixed: The model's tensors that no code may write, with their names.
+        replica: This rank's replica. Replicas that may differ are compared only right after an average.
+        fixed: Names and tensors of the model that no code may write.
         strikes: Counts the incidents.
         has_copies: Whether other ranks hold the same masters and state, to replace damaged ones.
     """
@@ -70,7 +70,7 @@ class GuardInterpreter:
         self._node_group = replica.node_group
         self._fixed = {Part("fixed", name): tensor for name, tensor in fixed}
         self._held = {part: shard_of(tensor)[0] for part, tensor in self._fixed.items()}
-        """What this rank holds of fixed tensors."""
+        """This rank's part of each fixed tensor."""
         self.strikes = strikes
         self._found: list[Incident] = []
         """Incidents on this rank since the end of the last update."""
@@ -80,10 +80,10 @@ class GuardInterpreter:
         self._has_copies = has_copies
         self._mending = Mending(replica, self._seals, self._fixed, self._where)
         self._is_as_sealed: Callable[[str], bool] = lambda _: False
-        """Whether a fixed tensor is known to be what it was, for a guard that watches those (`ShownValues`)."""
+        """Whether a fixed tensor is known to be unchanged, by a guard that watches those (`ShownValues`)."""
 
     def ask_seals(self, is_as_sealed: Callable[[str], bool]) -> None:
-        """Ask a guard that watches fixed tensors which of them are what they were."""
+        """Set the function of a guard that watches fixed tensors and knows which are unchanged."""
         self._is_as_sealed = is_as_sealed
 
     @property
@@ -133,19 +133,18 @@ class GuardInterpreter:
             answer = performers[type(effect)](effect, None)
 
     def start(self) -> None:
-        """Forget all earlier state and let guards begin with the present one."""
+        """Drop all earlier state and let guards start with the current one."""
         self.forget(get_args(Sealable))
         self.run("at_start")
 
     def forget(self, what: Sequence[Sealable]) -> None:
-        """Forget everything about these values, because they are about to change or came from a checkpoint."""
+        """Drop all records of these values, which are about to change or came from a checkpoint."""
         if "state" in what:
             self._gradients.clear()
         self._seals.drop(what)
 
     def conclude_job(self) -> tuple[Incident, ...]:
-        """Return the incidents after the last update: incidents of all ranks, and incidents that this gather itself
-        finds here.
+        """Return the incidents after the last update: of all ranks, with new incidents that this gather finds here.
 
         All ranks must call, at rest.
         """
@@ -156,7 +155,7 @@ class GuardInterpreter:
         return (*told, *shared, *(dataclasses.replace(found, step=step) for found in left))
 
     def _arrived(self, effect: Arrived, round: Round | None) -> None:
-        """Handle a new sum of gradients: check strikes before anybody steps with it."""
+        """Handle a new sum of gradients: check strikes before any step uses it."""
         self.strikes.check(self._progress.step)
         if round is not None:
             self._found.extend(round.incidents)
@@ -180,7 +179,7 @@ class GuardInterpreter:
 
     @property
     def _exchanges(self) -> tuple[Exchange, ...]:
-        """All on which this rank hears of the others."""
+        """Return all exchanges on which this rank receives from others."""
         return (self._exchange,) if self._node_group is None else (self._exchange, self._node_group.exchange)
 
     def _report(self, effect: Report) -> None:
@@ -215,7 +214,7 @@ class GuardInterpreter:
         yield from self._held.items() if round is not None else ()
 
     def _state(self) -> Iterator[tuple[Part, Tensor]]:
-        """Yield what changes at a step, and is sealed until then."""
+        """Yield the tensors that change at a step, and are sealed until then."""
         yield from self._masters()
         for kind, name, tensor in self._replica.outer_state():
             yield Part(kind, name), tensor
@@ -252,7 +251,7 @@ class GuardInterpreter:
         return {**dict.fromkeys(parts, 0), **dict(zip(same, numbers, strict=True))}
 
     def _is_written(self, part: Part) -> bool:
-        """Return whether a part is a fixed tensor that somebody has written since the job began."""
+        """Return whether a part is a fixed tensor that was written since the job began."""
         if part not in self._fixed:
             return False
         return self._progress.versions.get(part.name) not in (None, self._fixed[part]._version)
@@ -275,7 +274,7 @@ class GuardInterpreter:
                 self._seals.add(what, self._shown(round))
 
     def _differences(self, what: Sequence[Sealable]) -> list[Difference]:
-        """Return the parts that have changed since they were sealed; parts that were cut again are not compared."""
+        """Return the parts that have changed since they were sealed; segments that were cut again are not compared."""
         # A checkpoint has gradients exchanged outside an update, which changes what the wire owes.
         self._seals.drop_written("error memory")
         state = dict(self._state()) if "state" in what else {}

@@ -1,4 +1,4 @@
-"""The ranks without which a job continues after damage has ended it."""
+"""The ranks that are excluded when a job continues after damage."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,10 @@ from stretto.guards.strikes import blame
 
 
 def to_leave_out(damages: Sequence[CorruptionError], world_size: int) -> tuple[int, ...] | None:
-    """Return the ranks without which a job continues; None if it cannot continue.
+    """Return the ranks to exclude; None if the job cannot continue.
 
-    These are the ranks that caused the damage; of a link, the sender. Where that is every rank, all of them continue,
-    unless they have been repaired as often as allowed already.
+    These are the ranks that caused the damage; for a link, the sender. If that is every rank, all of them continue,
+    unless they have already been repaired as often as allowed.
     """
     culprits = blame({link for damage in damages for link in damage.links}).values()
     senders = {culprit if isinstance(culprit, int) else culprit[0] for culprit in culprits}

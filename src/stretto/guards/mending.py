@@ -1,4 +1,4 @@
-"""This rank's repairs of values that guards have found damaged, while its communication lane is at rest."""
+"""One rank's repairs of damaged values, while its communication lane is idle."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +18,11 @@ SHOWN = "values to be shown"
 
 
 class Mending:
-    """Replaces, writes again or clears the damaged parts of one rank.
+    """Replaces, publishes again or clears the damaged parts of one rank.
 
     Args:
-        replica: This rank's.
-        seals: Of its parts.
+        replica: This rank's replica.
+        seals: Seals of its parts.
         fixed: The model's tensors that no code may write.
         where: Returns rank and update, for messages.
     """
@@ -42,8 +42,8 @@ class Mending:
         """Replace this rank's damaged parts by parts of other ranks, and send healthy parts to ranks that need them.
 
         Args:
-            parts: Damaged on this rank, of which other ranks hold the same; all ranks must call.
-            differences: Looks whether parts are as they were sealed.
+            parts: Parts that are damaged on this rank and equal on other ranks; all ranks must call it.
+            differences: Compares parts with their seals.
 
         Returns:
             The rank that each part came from.
@@ -71,7 +71,7 @@ class Mending:
         return sources
 
     def publish(self, part: Part) -> None:
-        """Write damaged values to be shown again, from masters that this rank holds whole."""
+        """Publish damaged values again, from masters that this rank holds completely."""
         if self._replica.replicated:
             buffer = GradientBuffer(self._replica.sharded.layout)
             self._replica.sharded.publish(buffer.flats)
@@ -87,7 +87,9 @@ class Mending:
     def copy(
         self, part: Part, own: Tensor, source: int, onto: tuple[int, ...], *, is_as_sealed: bool = False
     ) -> None:
-        """Send a part from one rank to all; the ranks in `onto` keep it, and seal it again unless it fits its seal."""
+        """Send a part from one rank to all; the ranks in `onto` keep it, and seal it again unless it matches its
+        seal.
+        """
         is_wanted = self._exchange.rank in onto
         broadcast(self._exchange, own if is_wanted else own.clone(), source, f"copy of {part}")
         if is_wanted and part.site == "fixed":

@@ -1,4 +1,4 @@
-"""Parts of a rank's state, computed again: if ranks differ, they show which rank is right."""
+"""Computes parts of a rank's state again; if ranks differ, this shows which rank is right."""
 
 from collections.abc import Mapping
 
@@ -16,8 +16,8 @@ def recomputed(sharded: ShardedOptimizer, seals: Seals, shown: Mapping[Part, Ten
 
     Args:
         sharded: This rank's masters.
-        seals: Sealed parts are compared with their seals.
-        shown: Values to be shown, one part per flat set, of masters that this rank holds whole; otherwise empty.
+        seals: Seals, with which sealed parts are compared.
+        shown: Values for the model, one part per flat set, of masters that this rank holds completely; otherwise empty.
     """
     sealed = [part for part, _ in seals.sealed(("values to be shown", "anchor"))]
     changed = {difference.part for difference in seals.differences(sealed)}

@@ -1,4 +1,4 @@
-"""Repair of damaged tensors: the sums of their checksums show which words have changed, and by how much."""
+"""Repair of damaged tensors: the sums in their checksums show which words have changed, and by how much."""
 
 import dataclasses
 import itertools
@@ -10,8 +10,8 @@ from torch import Tensor
 from stretto.checksums import WORD_BYTES, Checksum, Sums, digest, on_host, words_of
 
 _BYTES_TRIED = 2**34
-"""How much a repair reads at most to find the right one of several explanations: some seconds of work, where giving up
-means a restart."""
+"""Most bytes that a repair reads to find the right explanation: some seconds of work, whereas giving up means a
+restart."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class Change:
 def explanations(expected: Sums, found: Sums) -> Iterator[list[Change]]:
     """Yield sets of changes that change sums into `found`, the likeliest first.
 
-    Only two kinds are looked for: words of one column, and runs of neighbouring words that are shorter than a row.
-    Nothing is yielded if the sums are equal, or if neither kind fits. Several sets may fit the same sums, so a repair
-    by one of them must compare digests afterwards.
+    It finds only two kinds: words of one column, and runs of neighbouring words that are shorter than a row. Nothing is
+    yielded if the sums are equal, or if neither kind fits. Several sets may fit the same sums, so a repair by one of
+    them must compare digests afterwards.
     """
     if expected.num_bytes != found.num_bytes:
         return
@@ -44,7 +44,7 @@ def explanations(expected: Sums, found: Sums) -> Iterator[list[Change]]:
 
 
 def _first_rows(changed: list[int], num_rows: int) -> Iterable[int]:
-    """Return the rows in which a run may begin that changed the sums of the rows `changed`; see Note [Runs]."""
+    """Return the rows in which a run can begin, if the sums of the rows `changed` have changed; see Note [Runs]."""
     match changed:
         case []:
             return range(num_rows)
@@ -83,7 +83,7 @@ def _runs(
 
 
 def repair(tensor: Tensor, changes: Iterable[Change]) -> None:
-    """Take changes back, in place; the tensor must be contiguous."""
+    """Undo changes, in place; the tensor must be contiguous."""
     content = tensor.detach().view(-1).view(torch.uint8)
     for change in changes:
         # Through a copy: the tensor may end within the word, and may begin at any address.
@@ -94,7 +94,7 @@ def repair(tensor: Tensor, changes: Iterable[Change]) -> None:
 
 
 def repairs(checksum: Checksum, tensor: Tensor) -> bool:
-    """Give a damaged tensor the bits of its checksum back, in place, and return whether that succeeded.
+    """Restore a damaged tensor to the bits of its checksum, in place, and return whether that succeeded.
 
     It succeeds for damage to words of one column, or to a run of words shorter than a row, in a contiguous tensor. If
     it fails, the tensor is not changed.

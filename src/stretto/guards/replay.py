@@ -1,4 +1,4 @@
-"""Rounds that guards can run again: the micro-batches that are kept, and the guards' work on the compute lane."""
+"""Rounds that guards can run again: the kept micro-batches, and the guards' work on the compute lane."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from stretto.records import Incident
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """One forward and backward pass, and the random states it started from."""
+    """One forward and backward pass, and the random states at its start."""
 
     batch: Any
     weight: float
@@ -47,7 +47,7 @@ class KeptRound:
         self._model = model
         self.device = device
         self._loss_function: LossFunction | None = None
-        """The latest one; kept after its round, because another rank's round may be run with it."""
+        """The latest loss function; kept after its round, because another rank's round may be run with it."""
         self.forget()
 
     def forget(self) -> None:
@@ -107,7 +107,9 @@ class KeptRound:
         return {name: one.detach().clone() for name, one in self._model.named_buffers() if is_comparable(one)}
 
     def restore_buffers(self, values: Mapping[str, Tensor]) -> None:
-        """Restore the buffers that have changed; the others are not written, so that their version counters stay."""
+        """Restore the buffers that have changed; the others are not written, so that their version counters do not
+        change.
+        """
         known = [
             (buffer, values[name])
             for name, buffer in self._model.named_buffers()
@@ -120,13 +122,13 @@ class KeptRound:
                     buffer.copy_(value)
 
     def correct(self, name: str, buffer: Tensor) -> None:
-        """Begin reruns of this round with another value of a buffer: the one it had at the start was damaged."""
+        """Replace the initial value of a buffer for reruns of this round, because it was damaged."""
         if name in self._buffers:
             self._buffers[name] = buffer.detach().clone()
 
     @property
     def first_buffers(self) -> dict[str, Tensor]:
-        """Copies of the buffers that it began with, by name; of the present ones, where none has begun."""
+        """Return copies of the round's initial buffers, by name; if no round has begun, of the current ones."""
         return self._buffers or self.buffers()
 
     def of(self, micro_batches: list[MicroBatch], buffers: dict[str, Tensor]) -> "KeptRound":
@@ -172,7 +174,7 @@ class GuardedRounds(Listener):
         """Count the micro-batch, whether it was kept or not.
 
         Raises:
-            UsageError: It was not kept, and a guard needs it.
+            UsageError: It was not kept, but a guard needs it.
         """
         self.kept.end(weight, samples, fresh_samples)
         if self._needing and not self.kept.is_whole:
@@ -191,7 +193,7 @@ class GuardedRounds(Listener):
         self.kept.forget()
 
     def install_begins(self) -> None:
-        """Let guards look at the values before the model shows them."""
+        """Let guards check the values before the model shows them."""
         self.interpreter.run("before_install")
         self.interpreter.forget(("values to be shown",))
 
@@ -201,12 +203,12 @@ class GuardedRounds(Listener):
             watch.installed(values)
 
     def committed_is_read(self) -> None:
-        """Let guards look at masters, optimizer state and error memory before they are shown or saved."""
+        """Let guards check masters, optimizer state and the wire's residual before they are shown or saved."""
         self.interpreter.run("before_step")
         self.interpreter.run("before_reduce")
 
     def began_again(self) -> None:
-        """Let guards begin with the present state."""
+        """Let guards start with the current state."""
         self.interpreter.start()
         for watch in self._watches:
             watch.begin_again()
@@ -216,7 +218,7 @@ class GuardedRounds(Listener):
         return self.interpreter.conclude_job()
 
     def frozen_state(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return, by name, frozen parameters and buffers: each as the model has it, and what this rank holds of it.
+        """Return, by name, frozen parameters and buffers: each as the model holds it, and this rank's part of it.
 
         Where the ranks of a node hold shards of one model, all must call.
         """
@@ -227,7 +229,7 @@ class GuardedRounds(Listener):
         return {name: (tensor, shard_of(tensor)[0]) for name, tensor in frozen_state(model.model)}
 
     def agree(self, *, damaged: bool, able: bool) -> tuple[bool, bool]:
-        """Return whether there is damage, and whether something can be done about it.
+        """Return whether there is damage, and whether it can be handled.
 
         Where the ranks of a node hold shards of one model, none can act alone: all must call, and hear whether any has
         found damage, and whether all are able.
@@ -238,7 +240,7 @@ class GuardedRounds(Listener):
         )
 
     def run_again(self, kept: KeptRound) -> Accumulation:
-        """Run a round again, separately from this rank's own round, and return its accumulation."""
+        """Run a round again, separately from this rank's current round, and return its accumulation."""
         accumulation = Accumulation(self.job.model.parameters, GradientBuffer(self.job.layout))
         with self.job.compute.aside(accumulation):
             kept.run(accumulation, self.job.compute.runtime.virtual_time)

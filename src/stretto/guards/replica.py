@@ -31,7 +31,7 @@ _ATTEMPTS = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplicaGuard(Guard):
-    """Compares digests of what ranks hold alike, at every update.
+    """Compares digests of values that must be equal on all ranks, at every update.
 
     Compared: the values that the model will show; with a replicated optimizer, masters and optimizer state; the
     anchor to which changes are added, under outer steps before a fragment arrives; with a strategy that does not
@@ -48,7 +48,7 @@ class ReplicaGuard(Guard):
     needs_replicas = True
 
     def before_land(self) -> GuardScript:
-        """Compare anchors, before replicas take over what they hold."""
+        """Compare anchors, before replicas mix them in."""
         yield from self.after_update()
 
     def after_update(self) -> GuardScript:
@@ -96,7 +96,7 @@ class ReplicaGuard(Guard):
             )
 
     def _arbitrate(self, part: Part, held: Sequence[int]) -> Generator[GuardEffect, Any, int]:
-        """Return the digest of the ranks whose part is the same when it is computed again."""
+        """Return the digest of the ranks whose part is equal when it is computed again."""
         again = yield Recompute()
         records = yield Share(bytes([again.get(part, False)]))
         right = {value for value, record in zip(held, records, strict=True) if record == b"\x01"}
@@ -113,7 +113,7 @@ class ReplicaGuard(Guard):
 
 
 def _outvoted(held: Sequence[int]) -> list[int]:
-    """Return the places of ranks outside a strict majority; none if there is no majority."""
+    """Return the indices of ranks outside a strict majority; empty if there is no majority."""
     value, count = Counter(held).most_common(1)[0]
     return [place for place, own in enumerate(held) if own != value] if 2 * count > len(held) else []
 

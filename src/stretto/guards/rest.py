@@ -42,17 +42,17 @@ class AtRest(Guard):
     repairs_sent = True
 
     def watch_rounds(self, rounds: GuardedRounds) -> RoundWatch:
-        """Watch what the model holds while gradients are computed."""
+        """Watch the model's values while gradients are computed."""
         return ShownValues(self.name, rounds)
 
     def at_start(self) -> GuardScript:
-        """Seal the state that training starts from."""
+        """Seal the initial state of training."""
         yield Seal("state")
         yield Seal("anchor")
         yield Seal("error memory")
 
     def before_reduce(self) -> GuardScript:
-        """Mend the residual of the wire, or set it to zero: no other rank has it."""
+        """Repair the wire's residual, or set it to zero, because no other rank has it."""
         for difference in (yield Inspect(("error memory",))):
             if (yield Mend(difference.part)):
                 yield self._incident(difference, "mended")
@@ -66,7 +66,7 @@ class AtRest(Guard):
         yield Seal("error memory")
 
     def after_gather(self) -> GuardScript:
-        """Seal the gathered values, which may wait for a while until they are shown, and what they were made from."""
+        """Seal the gathered values, which may wait until they are shown, and their sources."""
         yield Seal("anchor")
         yield Seal("values to be shown")
 
@@ -77,7 +77,7 @@ class AtRest(Guard):
         yield Seal("values to be shown")
 
     def before_install(self) -> GuardScript:
-        """Mend the values that the model is about to show, or publish them again."""
+        """Repair the values that the model is about to show, or publish them again."""
         for difference in (yield Inspect(("values to be shown",))):
             if (yield Mend(difference.part)):
                 yield self._incident(difference, "mended")

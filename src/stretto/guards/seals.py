@@ -15,10 +15,10 @@ class _Seal(NamedTuple):
 
     what: Sealable
     tensor: Tensor
-    """A part may have a new tensor since then."""
+    """The sealed tensor; the part may have a new tensor since then."""
     checksum: Checksum
     version: int
-    """The tensor's version counter, which counts writes by torch and no damage."""
+    """The tensor's version counter, which counts PyTorch's writes but not damage."""
 
 
 class Seals:
@@ -28,14 +28,14 @@ class Seals:
         self._seals: dict[Part, _Seal] = {}
 
     def add(self, what: Sealable, parts: Iterable[tuple[Part, Tensor]]) -> None:
-        """Seal parts as they are; a part that is sealed already keeps its seal."""
+        """Seal the current values of parts; a part that is already sealed keeps its seal."""
         fresh = {part: tensor for part, tensor in parts if part not in self._seals}
         taken = checksums(list(fresh.values()))
         for (part, tensor), checksum in zip(fresh.items(), taken, strict=True):
             self._seals[part] = _Seal(what, tensor, checksum, tensor._version)
 
     def renew(self, part: Part) -> None:
-        """Seal a part again with its present values, if it is sealed."""
+        """Seal a part again with its current values, if it is sealed."""
         if part in self._seals:
             seal = self._seals.pop(part)
             self.add(seal.what, [(part, seal.tensor)])
@@ -55,7 +55,7 @@ class Seals:
         yield from [(part, seal.tensor) for part, seal in self._seals.items() if seal.what in what]
 
     def differences(self, parts: Sequence[Part]) -> list[Difference]:
-        """Return the changes of sealed parts, without parts that have none."""
+        """Return the changes of sealed parts; parts without a seal are skipped."""
         seals = [self._seals[part] for part in parts]
         found = compared([seal.checksum for seal in seals], [seal.tensor for seal in seals])
         pairs = zip(parts, found, strict=True)

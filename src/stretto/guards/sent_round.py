@@ -1,4 +1,4 @@
-"""Rounds that are run again on another rank, as bytes: batches, random states and buffers."""
+"""Rounds as bytes, to be run again on another rank: batches, random states and buffers."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ def to_bytes(kept: KeptRound) -> bytes:
     """Return a round for another rank.
 
     Raises:
-        UsageError: A batch holds something that only pickle could read again.
+        UsageError: A batch contains an object that only pickle could read.
     """
     # A view would be saved with its whole storage: one batch with the whole dataset.
     batches = [
@@ -41,5 +41,5 @@ def from_bytes(content: bytes, own: KeptRound) -> KeptRound:
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """Return a tensor whose storage holds nothing but its own elements."""
+    """Return a tensor whose storage holds only its own elements."""
     return tensor.detach().clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor

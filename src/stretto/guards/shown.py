@@ -1,4 +1,4 @@
-"""What the model holds while gradients are computed: parameters that train, frozen parameters, and buffers."""
+"""The model's values while gradients are computed: trained parameters, frozen parameters, and buffers."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,21 +17,21 @@ from stretto.guards.replay import GuardedRounds
 from stretto.records import Incident
 
 _NO_ACCIDENT = 3
-"""How often the same tensor is damaged, in every round or in every other one, until it cannot be chance."""
+"""How often a tensor is damaged, in consecutive or alternate rounds, before the guard excludes chance."""
 _REPLAYS = 2
-"""How often a round is run again: damage during a run is mended, and spoils that run too."""
+"""How often a round is run again: damage during a run is repaired, but spoils that run too."""
 Mark = tuple[int, int]
 """Address and version counter of a tensor: if either differs, the job or the user has written the tensor."""
 
 
 def mark_of(tensor: Tensor, held: Tensor) -> Mark:
-    """Return the mark of a tensor of the model, of which this rank holds `held`."""
+    """Return the mark of a tensor of the model; `held` is this rank's part of it."""
     return held.data_ptr(), tensor._version
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Constant:
-    """A tensor that does not train, and its checksum while no code writes it.
+    """A tensor that is not trained, and its checksum while no code writes it.
 
     A buffer that forward passes write costs no checksum: Stretto takes a checksum only after a round without a write.
     """
@@ -41,23 +41,23 @@ class _Constant:
 
     @classmethod
     def sealed(cls, tensor: Tensor, held: Tensor) -> Self:
-        """Take the checksum of this rank's present part of a tensor."""
+        """Return a record with a checksum of this rank's current part of a tensor."""
         return cls(mark_of(tensor, held), Checksum.of(held))
 
     @classmethod
     def following(cls, before: Self | None, tensor: Tensor, held: Tensor) -> Self:
-        """Return the record of a tensor at the end of a round, from its record of the round before."""
+        """Return the record of a tensor at the end of a round, from its record in the previous round."""
         if before is None or before.mark != mark_of(tensor, held):
             return cls(mark_of(tensor, held), None)
         return before if before.checksum is not None else cls.sealed(tensor, held)
 
 
 class ShownValues(RoundWatch):
-    """Compares what the model holds with what it held before, once all micro-batches of a round are counted.
+    """Compares the model's values with earlier checksums, once all micro-batches of a round are counted.
 
-    That is: trained parameters with the installed values; frozen parameters and buffers with what they were at the end
-    of the round before. Damaged ones are mended, or trained ones installed again. The round's gradients come from the
-    damaged values, so the micro-batches are run again if they were kept; otherwise this rank leaves the round out.
+    It compares trained parameters with the installed values, and frozen parameters and buffers with their values at the
+    end of the previous round. Damaged ones are mended, or trained ones installed again. The round's gradients come from
+    the damaged values, so the micro-batches are run again if they were kept; otherwise this rank leaves the round out.
     Where the ranks of a node hold shards, damage of one is in the gradients of all: they do either together.
 
     Note [Buffers that are written]
@@ -75,7 +75,7 @@ class ShownValues(RoundWatch):
         self._rounds = rounds
         self._model = rounds.job.model
         self._checksums: list[Checksum] = []
-        """Of the installed values, by parameter."""
+        """Checksums of the installed values, by parameter."""
         self._constants: dict[str, _Constant] = {}
         """Frozen parameters and buffers, by name."""
         self._written: set[str] = set()
@@ -84,12 +84,13 @@ class ShownValues(RoundWatch):
         """Names of tensors that had not changed."""
         self._num_rounds = 0
         self._struck: dict[str, tuple[int, int]] = {}
-        """How often a tensor was found damaged with one sound round at most in between, and when last, by name."""
+        """By name: how often a tensor was found damaged, with at most one healthy round between, and the last such
+        round."""
         rounds.interpreter.ask_seals(self._is_as_sealed)
         self.begin_again()
 
     def begin_again(self) -> None:
-        """Take checksums of all that the model holds now."""
+        """Compute checksums of all values in the model now."""
         self.installed([parameter.detach() for parameter in self._model.parameters])
         self._constants = {name: _Constant.sealed(*pair) for name, pair in self._frozen_state().items()}
         self._written = set(_statistics_of(self._model.model))
@@ -107,7 +108,7 @@ class ShownValues(RoundWatch):
         self._checksums = checksums([value.detach().to(parameter.dtype) for value, parameter in pairs])
 
     def round_ends(self) -> Sequence[Incident]:
-        """Repair damaged parameters, and compute the round's gradients again or leave them out."""
+        """Repair damaged parameters, and compute the round's gradients again or skip them."""
         accumulation = self._rounds.job.compute.accumulation
         if not accumulation.contribution.count:
             return ()
@@ -137,7 +138,7 @@ class ShownValues(RoundWatch):
         return [dataclasses.replace(one, action=f"{one.action}, {outcome}") for one in found]
 
     def _repair(self) -> list[Incident]:
-        """Mend damaged parameters where possible, and return the incidents; the rest must be installed again."""
+        """Repair damaged parameters where possible, and return the incidents; the others must be installed again."""
         incidents = []
         pairs = compared(self._checksums, self._model.parameters)
         for index, (expected, found) in enumerate(pairs):
@@ -151,10 +152,10 @@ class ShownValues(RoundWatch):
         return incidents
 
     def _repair_constants(self) -> list[Incident]:
-        """Mend damaged frozen parameters and buffers, and return the incidents.
+        """Repair damaged frozen parameters and buffers, and return the incidents.
 
         Raises:
-            StateCorrupt: One cannot be mended.
+            StateCorrupt: One cannot be repaired.
         """
         incidents: list[Incident] = []
         frozen = {name for name, _ in self._model.model.named_parameters()}
@@ -190,7 +191,7 @@ class ShownValues(RoundWatch):
         """Count damage; a skipped round may commit no update, and then no values follow it.
 
         Raises:
-            ParametersTouched: It was found too often, without a break.
+            ParametersTouched: It was damaged too often in a row.
         """
         count, last = self._struck.get(name, (0, 0))
         count = count + (self._num_rounds > last) if self._num_rounds - last <= 2 else 1
@@ -227,7 +228,7 @@ class ShownValues(RoundWatch):
         self._rounds.kept.run(accumulation, self._rounds.job.compute.runtime.virtual_time)
 
     def _is_as_sealed(self, name: str) -> bool:
-        """Return whether a frozen parameter or buffer is known to be what it was at the end of the last round."""
+        """Return whether a frozen parameter or buffer is known to be unchanged since the end of the last round."""
         known, (tensor, held) = self._constants.get(name), self._frozen_state()[name]
         if known is None or known.checksum is None or known.mark != mark_of(tensor, held):
             return False
@@ -251,7 +252,7 @@ class ShownValues(RoundWatch):
 
 
 def _statistics_of(model: nn.Module) -> list[str]:
-    """Return the names of the statistics that normalizations keep."""
+    """Return the names of the statistics of normalization layers."""
     return [
         f"{path}.{name}".removeprefix(".")
         for path, module in model.named_modules()

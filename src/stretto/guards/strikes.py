@@ -1,4 +1,4 @@
-"""Strikes: a rank or a link that is blamed for damage too often ends the job.
+"""Strikes: damage that is attributed to the same rank or link too often ends the job.
 
 Note [Two ends of a link]
     Damage on the way from one rank to another may come from the sender, the receiver or the link between them. A rank
@@ -16,14 +16,14 @@ from stretto.errors import Quarantined
 from stretto.records import Incident
 
 COUNTS_FOR = 1000
-"""Updates. Without an end, a long job would end by a handful of accidents that are weeks apart."""
+"""Updates for which a strike counts. Otherwise a long job would end because of a few accidents weeks apart."""
 Link = tuple[int, int]
 """Sender and receiver."""
 Culprit = int | Link
 
 
 class Strikes:
-    """Counts, on every rank alike, the updates in which each rank and each link was named.
+    """Counts, equally on every rank, the updates in which each rank and each link was named.
 
     An update is one strike, even if it has many incidents, because one accident may cause many.
 
@@ -38,7 +38,7 @@ class Strikes:
         self._incidents: list[Incident] = []
 
     def note(self, step: int, incidents: Sequence[Incident]) -> None:
-        """Add the incidents of the `step`-th update, and drop those that no longer count."""
+        """Add the incidents of the `step`-th update, and drop expired ones."""
         if incidents and self._limit is not None:
             self._incidents += incidents
             self._incidents = [incident for incident in self._incidents if incident.step > step - COUNTS_FOR]
@@ -47,7 +47,7 @@ class Strikes:
         """Raise the same error on all ranks if a rank or a link has reached the limit by `step`.
 
         Raises:
-            Quarantined: Names ranks and links, with their incidents.
+            Quarantined: One has; the message names ranks and links, with their incidents.
         """
         if not self._incidents or self._limit is None:
             return
@@ -70,7 +70,7 @@ class Strikes:
 
 
 def laid_to(incidents: Sequence[Incident]) -> dict[Culprit, Mapping[int, Incident]]:
-    """Return the ranks and links that are blamed for incidents, each with its first incident of every update."""
+    """Return the ranks and links to which incidents are attributed, each with its first incident of every update."""
     culprits = blame({incident.link for incident in incidents if incident.link is not None})
     laid: defaultdict[Culprit, dict[int, Incident]] = defaultdict(dict)
     for incident in incidents:
@@ -81,7 +81,7 @@ def laid_to(incidents: Sequence[Incident]) -> dict[Culprit, Mapping[int, Inciden
 
 
 def blame(links: Collection[Link]) -> dict[Link, Culprit]:
-    """Return who is blamed for each damaged link: one of its ends, or the link; see Note [Two ends of a link]."""
+    """Return the culprit for each damaged link: one of its ends, or the link; see Note [Two ends of a link]."""
     laid: dict[Link, Culprit] = {}
     left = set(links)
     while left:
@@ -98,6 +98,6 @@ def blame(links: Collection[Link]) -> dict[Link, Culprit]:
 
 
 def describe_seat(device: torch.device) -> str:
-    """Return this process's host and device in words."""
+    """Describe this process's host and device."""
     kind = f" {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
     return f"host {platform.node()}, {device}{kind}"

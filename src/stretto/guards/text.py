@@ -15,10 +15,10 @@ def parse_guards(texts: Sequence[str], seed: int = 0) -> tuple[Guard, ...] | Lit
 
     Args:
         texts: One guard each.
-        seed: Of the draws of guards that name none.
+        seed: Seed for guards that have none.
 
     Raises:
-        UnknownName: No such guard, or the guard has no such setting.
+        UnknownName: There is no such guard or setting.
         ConfigError: A value cannot be read, or is not allowed.
     """
     for text in texts:

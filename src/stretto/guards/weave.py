@@ -1,4 +1,4 @@
-"""Guards woven into a strategy's script: their effects come between those of the strategy.
+"""Adds the guards' effects to a strategy's script, between the strategy's effects.
 
     Begin, before_reduce  ->  reduce  ->  Arrived, after_reduce
     before_step, Forget   ->  preview or step
@@ -41,7 +41,7 @@ Moment = Literal[
     "after_update",
     "before_install",
 ]
-"""When guards are asked; see Note [When] in `stretto.guards.contract`."""
+"""When guards run; see Note [When] in `stretto.guards.contract`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def guarded(script: Script, ask: Callable[[Moment], GuardScript]) -> Generator[A
 def _before(
     effect: Any, ask: Callable[[Moment], GuardScript], *, runs_ahead: bool
 ) -> Generator[Any, Any, None]:
-    """Yield what comes before an effect of the script."""
+    """Yield the effects before an effect of the script."""
     if isinstance(effect, Step | Preview) or runs_ahead:
         yield from ask("before_step")
     if isinstance(effect, Launch):

@@ -1,4 +1,4 @@
-"""A rank is lost, and the job continues in the processes that live: terms, their members, and states in memory."""
+"""Surviving lost ranks: the job continues in the living processes, with terms, their members, and states in memory."""
 
 from stretto.survive.local import LocalCheckpoints
 from stretto.survive.survivor import survives

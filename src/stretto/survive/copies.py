@@ -1,4 +1,4 @@
-"""Copies of what ranks hold, which they give each other while they train on.
+"""Copies of ranks' states, which ranks send each other while they train.
 
 Note [During training]
     A state is kept between two updates, and training continues at once. Copies of its shares are sent meanwhile, on
@@ -21,7 +21,7 @@ from stretto.groups import host_group
 from stretto.parallel import DataParallel
 
 Arrived = Callable[[int, memoryview], None]
-"""Takes the bytes that have come from a rank."""
+"""Receives the bytes from a rank."""
 
 
 class Copies:
@@ -29,7 +29,7 @@ class Copies:
 
     Args:
         parallel: The job, whose end ends them.
-        group: Of the term; all its ranks must make this, at the same place.
+        group: The term's group; all its ranks must make this, at the same place.
     """
 
     def __init__(self, parallel: DataParallel, group: dist.ProcessGroup) -> None:
@@ -45,13 +45,13 @@ class Copies:
     def give(
         self, content: bytes | memoryview, lengths: Sequence[int], to: Sequence[int], arrived: Arrived
     ) -> None:
-        """Begin to give bytes to another rank; nothing may be in progress. All ranks must call.
+        """Begin to send bytes to another rank; no copy may be in progress. All ranks must call it.
 
         Args:
-            content: Of this rank.
-            lengths: Of every rank's bytes.
-            to: The rank to which each gives its own.
-            arrived: Takes what other ranks have given to this one, once all is there.
+            content: This rank's bytes.
+            lengths: Number of bytes of every rank.
+            to: The receiver of each rank's bytes.
+            arrived: Receives the bytes of other ranks for this rank, once complete.
         """
         self._exchange.count_sent(len(content))
         self._works, self._arriving = relay(self._group, content, lengths, to)
@@ -68,7 +68,7 @@ class Copies:
             self._take(self._awaited)
 
     def complete(self) -> None:
-        """Wait until all has arrived; all ranks must call.
+        """Wait until all copies have arrived; all ranks must call it.
 
         Raises:
             CommunicationError: A rank was lost.

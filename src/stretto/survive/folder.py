@@ -4,8 +4,8 @@ A file has the name of its share, with its digest, and appears under it whole. P
 folder: each writes what it holds, and one that starts reads what all have written. A file is mapped into the process's
 memory, so a share in `/dev/shm` takes its room once.
 
-Who can write there chooses the model's values, so a folder that others own or can write is refused. Entries with other
-names than ours, and links, are neither read nor removed.
+Another user who can write there could choose the model's values, so a folder that others own or can write is refused.
+Links, and entries with other names, are neither read nor removed.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from stretto.survive.shares import Generation, Share, named
 _PART = ".part"
 """Suffix of the name of an incomplete file, after the name of its share and a unique part."""
 _WHOLE = "stretto-was-whole"
-"""The file that says that all ranks have kept a generation."""
+"""The file that records that all ranks have kept a generation."""
 
 
 class Folder:
     """The shares of one machine's processes of one job.
 
     Args:
-        path: Made if need be, for this user alone: a state is as good as the model.
+        path: The folder; made if needed, for this user alone, because a state reveals the model.
 
     Raises:
         CheckpointError: It cannot be made, or is a link, or another user's, or others can write there.
@@ -45,15 +45,15 @@ class Folder:
 
     @property
     def was_whole(self) -> bool:
-        """Whether a generation has been whole, as far as processes of this machine knew."""
+        """Return whether, as far as processes of this machine knew, a generation has been complete."""
         return (self.path / _WHOLE).exists()
 
     def note_whole(self) -> None:
-        """Note that one has."""
+        """Record that a generation has been complete."""
         (self.path / _WHOLE).touch(mode=0o600)
 
     def shares(self) -> Iterator[tuple[Generation, int, Share]]:
-        """Yield every share with the rank that owned it; no process may write meanwhile."""
+        """Yield every share with its owner; no process may write meanwhile."""
         for path in sorted(self.path.iterdir()):
             name = path.name.removesuffix(_PART)
             found = named(name if name == path.name else name.rpartition(".")[0])
@@ -103,11 +103,11 @@ class Folder:
             )
 
     def drop(self, generation: Generation, owner: int, share: Share) -> None:
-        """Remove a share; who has mapped it can still read it."""
+        """Remove a share; processes that have mapped it can still read it."""
         (self.path / share.name(generation, owner)).unlink(missing_ok=True)
 
     def forget(self) -> None:
-        """Forget that a generation has been whole."""
+        """Remove the record that a generation has been complete."""
         (self.path / _WHOLE).unlink(missing_ok=True)
 
     def remove(self) -> None:

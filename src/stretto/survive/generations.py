@@ -1,8 +1,8 @@
 """Generations: a job's state after some of its updates, kept in the memories of its ranks.
 
 A rank's *share* is its part of a checkpoint. A rank keeps its own share and the share of another rank, on another
-machine if possible, so every share exists twice. A generation is whole if each of its shares is in some living rank's
-memory. Members find that from the shares that they hold, not from a message that may have reached only some. Two
+machine if possible, so every share exists twice. A generation is complete if each of its shares is in some living
+rank's memory. Members find that from the shares that they hold, not from a message that may have reached only some. Two
 generations are kept, because ranks may be lost while copies of the newer one are sent (`stretto.survive.copies`).
 
 Note [Lost at once]
@@ -25,41 +25,42 @@ from stretto.survive.folder import Folder
 from stretto.survive.shares import Generation, Share
 
 _KEPT = 2
-"""Generations: the newest may be unfinished on others."""
+"""Number of kept generations, because the newest may be incomplete on other ranks."""
 
 
 class Memory:
     """The shares that one process holds; they outlive the job.
 
     Args:
-        machine: Its name, equal on processes that are likely to be lost at once.
-        is_first: Whether the process is a member from the beginning of the job. If it holds nothing, there is nothing.
-        folder: Where shares are, so that they outlive the process too; None keeps them in the process alone.
+        machine: The machine's name, equal on processes that are likely to be lost at once.
+        is_first: Whether the process is a member from the beginning of the job. Then an empty memory means that no
+            state exists.
+        folder: Folder for shares, so that they outlive the process too; None keeps them only in the process.
     """
 
     def __init__(self, machine: str, *, is_first: bool, folder: Folder | None = None) -> None:
         self._machine = machine
         self._folder = folder
         self._knows_of_none = is_first
-        """Whether no generation has been whole yet, as far as this process knows."""
+        """Whether, as far as this process knows, no generation has been complete yet."""
         self._is_doubled = True
-        """Whether this process has a sound copy of the newest generation; otherwise an older one has to stay."""
+        """Whether this process has a sound copy of the newest generation; otherwise an older one is kept."""
         self._term, self._key = 0, ""
-        """Of the generations to be kept."""
+        """Term and key of the generations to keep."""
         self._failure: CheckpointError | None = None
-        """Why a copy could not be put into the folder; all ranks hear of it when the next state is kept."""
+        """Why a copy could not be written to the folder; all ranks learn this when the next state is kept."""
         self._shares: dict[Generation, dict[int, Share]] = {}
         for generation, owner, share in () if folder is None else folder.shares():
             self._shares.setdefault(generation, {})[owner] = share
 
     @property
     def newest(self) -> Generation | None:
-        """The newest generation of which this process holds a share."""
+        """The newest generation with a share in this process."""
         return max(self._shares, default=None)
 
     @property
     def num_bytes(self) -> int:
-        """How much it holds."""
+        """Bytes of all shares in this process."""
         return sum(len(share.content) for shares in self._shares.values() for share in shares.values())
 
     def keep(
@@ -71,14 +72,14 @@ class Memory:
         loader: Loader | None = None,
         extra: Any = None,
     ) -> list[tuple[str, Any]]:
-        """Keep the state of a job at rest; all ranks must call. Return every rank's machine and message.
+        """Keep the state of a job between updates; all ranks must call it. Return every rank's machine and message.
 
         Args:
             parallel: The job.
-            copies: Send the copies, which are in flight after this call; the copies before are complete.
+            copies: Sends the copies, which are in flight after this call; the copies before are complete.
             told: Plain JSON, for the other ranks.
-            loader: This rank's, if its position is to be kept.
-            extra: Anything; rank 0's is kept.
+            loader: This rank's loader, if its position is to be kept.
+            extra: Any value; rank 0's is kept.
 
         Raises:
             OutOfTurn: An update is in progress.
@@ -133,10 +134,10 @@ class Memory:
     def load(
         self, parallel: DataParallel, copies: Copies, *, loader: Loader | None = None, at_least: int = 0
     ) -> Restored | None:
-        """Let a job continue from the newest generation that its ranks hold together; all ranks must call.
+        """Load the newest generation that the ranks hold together into a job; all ranks must call it.
 
-        None where nothing has been kept yet, or nothing after `at_least` updates. Every share of the generation is
-        there twice again after this. Newer generations are dropped: they are not whole, and never will be. Every
+        It returns None if nothing has been kept yet, or nothing after `at_least` updates. Every share of the generation
+        is there twice again after this. Newer generations are dropped: they are not whole, and never will be. Every
         state kept after this is newer than all states of any rank.
 
         Raises:
@@ -177,7 +178,7 @@ class Memory:
         return restored
 
     def forget(self) -> None:
-        """Drop all shares: the job is done, or continues from something else."""
+        """Drop all shares, because the job is done or continues from another state."""
         self._drop(list(self._shares))
         if self._folder is not None:
             self._folder.forget()
@@ -190,14 +191,14 @@ class Memory:
         holders: Mapping[int, Sequence[int]],
         machines: Sequence[str],
     ) -> None:
-        """Give another rank a copy of those shares of a generation that could be lost at once.
+        """Send another rank a copy of each share of a generation that could be lost at once.
 
         Args:
             parallel: The job.
-            copies: Bring them.
-            generation: Which.
-            holders: Of each share, the ranks that have it.
-            machines: The name of every rank's.
+            copies: Sends them.
+            generation: The generation.
+            holders: By share: the ranks that have it.
+            machines: By rank: the name of its machine.
         """
         if self._are_lost_at_once(machines):
             return
@@ -225,7 +226,7 @@ class Memory:
             copies.complete()
 
     def _take(self, generation: Generation, owner: int, copy: Share) -> bool:
-        """Take a copy that has come, unless it is damaged; return whether it is sound."""
+        """Keep a copy that has arrived, unless it is damaged; return whether it is sound."""
         is_sound = copy.is_sound
         if is_sound and owner not in self._shares[generation]:
             try:
@@ -251,7 +252,7 @@ class Memory:
         return len(machines if self._folder is None else set(machines)) == 1
 
     def _told(self) -> list[Any]:
-        """Return what all ranks have to know of this one, to find which generation is whole."""
+        """Return the values that all ranks need from this rank to find a complete generation."""
         inventory = [
             [one.term, one.step, one.key, owner, share.owners]
             for one, shares in self._shares.items()
@@ -263,17 +264,17 @@ class Memory:
 
 
 def _reader(owner: int, ranks: Sequence[int]) -> int:
-    """Return which of the ranks that hold a share reads it: the one of its number, whose it likely was."""
+    """Return the rank that reads a share, among its holders: if possible the one with the share's number."""
     return owner if owner in ranks else ranks[owner % len(ranks)]
 
 
 def may_leave(machines: Sequence[str], wish: Sequence[int], *, together: bool) -> set[int]:
-    """Return who may leave right after a state was kept, so that all of its shares stay in somebody's memory.
+    """Return the ranks that may leave right after a state was kept, such that all of its shares stay in some memory.
 
-    The others among those that wish to may do so after the next one.
+    The other ranks that wish to leave may do so after the next state.
 
     Args:
-        machines: The name of every rank's.
+        machines: By rank: the name of its machine.
         wish: The ranks that wish to leave. If no rank would remain, all may leave at once.
         together: Whether all ranks of a machine leave together.
     """
@@ -292,10 +293,10 @@ def may_leave(machines: Sequence[str], wish: Sequence[int], *, together: bool) -
 
 
 def buddies(machines: Sequence[str]) -> list[int]:
-    """Return to which rank each gives a copy: on another machine where there is one, and none has many.
+    """Return the rank to which each rank sends a copy: on another machine if there is one, evenly distributed.
 
     Args:
-        machines: The name of every rank's. One that is alone gives it to itself.
+        machines: By rank: the name of its machine. A single rank keeps its own copy.
     """
     given = [0] * len(machines)
     to = []

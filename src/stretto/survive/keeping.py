@@ -1,4 +1,4 @@
-"""When states are kept in memory: as often as takes a hundredth of the time and of the bytes that a job sends.
+"""The interval between states kept in memory: they take a hundredth of a job's time and bytes.
 
 Note [Where all come]
     Ranks that step alone come together at averages. A rank whose data have ended waits there, and reaches no update
@@ -23,27 +23,27 @@ from stretto.survive.copies import Copies
 from stretto.survive.generations import Memory
 
 SHARE = 0.01
-"""Of the time, and of the bytes that ranks send, that keeping generations may take where the library chooses."""
+"""Share of the time, and of the sent bytes, for keeping generations, if the library chooses the interval."""
 _MOST_SECONDS = 300.0
-"""Between two generations: so much is done again at most."""
+"""Longest time between two generations, which bounds the work to repeat."""
 _FIRST_UPDATES = 16
-"""Between two generations, until one has been measured that has all there is in a state."""
+"""Updates between two generations until a complete state has been measured."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Costs:
-    """What the last keeping of a state has cost, and where training was then."""
+    """The cost of the last kept state, and the job's position then."""
 
     step: int = 0
     at: float = 0.0
     sent_bytes: int = 0
-    """Until then, in all."""
+    """Bytes sent until then."""
     keep_seconds: float = 0.0
-    """In which training stood still for it, also for its copies."""
+    """Seconds for which training stopped for it, including its copies."""
     keep_bytes: int = 0
 
     def measured(self, parallel: DataParallel) -> list[float] | None:
-        """Return what `updates_between` takes; None where it would mislead.
+        """Return the arguments of `updates_between`; None if they would mislead.
 
         Before the first update a state is small: optimizers have none yet.
         """
@@ -59,9 +59,9 @@ class Keeping:
 
     Args:
         parallel: The job, whose end ends the copies.
-        group: Of the job's ranks, over Gloo; all of them make this, at the same place.
-        memory: Where this rank keeps its shares.
-        every: Updates between two states; None chooses.
+        group: The group of the job's ranks, over Gloo; all of them make this, at the same place.
+        memory: Memory for this rank's shares.
+        every: Updates between two states; None lets the library choose.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Keeping:
         self._due = 0
 
     def go_on(self, parallel: DataParallel, *, loader: Loader | None, at_least: int = 0) -> Restored | None:
-        """Let the job continue from the newest state; None where there is none after so many updates.
+        """Load the newest state into the job; return None if there is none after so many updates.
 
         Raises:
             TornCheckpoint: No generation is whole.
@@ -91,7 +91,7 @@ class Keeping:
         loader: Loader | None,
         extra: Any,
     ) -> None:
-        """Call `begin`, if it is given, and keep the state at the beginning.
+        """Call `begin`, if it is given, and keep the initial state.
 
         Raises:
             CommunicationError: A rank was lost.
@@ -102,11 +102,11 @@ class Keeping:
         self._copies.complete()  # there is no state before this one
 
     def is_due(self, parallel: DataParallel) -> bool:
-        """Return whether so many updates have passed as should be between two states."""
+        """Return whether enough updates have passed since the last state."""
         return parallel.steps >= self._due
 
     def send_on(self) -> None:
-        """Send the next parts of copies, and take the parts that have arrived.
+        """Send the next parts of copies, and receive parts that have arrived.
 
         Raises:
             CommunicationError: A rank was lost.
@@ -116,7 +116,7 @@ class Keeping:
         self._costs.keep_seconds += time.perf_counter() - began
 
     def complete(self) -> None:
-        """Wait until all copies are there.
+        """Wait until all copies have arrived.
 
         Raises:
             CommunicationError: A rank was lost.
@@ -164,13 +164,13 @@ def do_all_come(parallel: DataParallel) -> bool:
 def updates_between(
     keep_seconds: float, update_seconds: float, keep_bytes: float, update_bytes: float
 ) -> int:
-    """Return how many updates should be between two generations, from what a rank has measured.
+    """Return how many updates should be between two generations, from a rank's measurements.
 
     Args:
-        keep_seconds: For which training stands still to keep one.
-        update_seconds: That an update takes.
-        keep_bytes: That keeping one sends, with its copies.
-        update_bytes: That an update sends.
+        keep_seconds: Seconds for which training stops to keep one.
+        update_seconds: Seconds per update.
+        keep_bytes: Bytes that keeping one sends, including copies.
+        update_bytes: Bytes that an update sends.
     """
     by_time = keep_seconds / (SHARE * update_seconds)
     by_bytes = keep_bytes / (SHARE * update_bytes) if update_bytes else 0.0

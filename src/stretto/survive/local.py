@@ -1,9 +1,8 @@
-"""Checkpoints that machines keep for themselves, so that a job that is started again need not read a shared disk.
+"""Checkpoints in a folder of each machine, so that a restarted job need not read a shared disk.
 
-Where no rank can continue without the others, as under one torchrun for all of them, a lost rank means that all
-processes are started again. What they continue from is in a folder of each machine, in its memory as a rule: the
-generations that `survives` keeps in processes (`stretto.survive.generations`), which are found and read in the same
-way.
+If no rank can continue without the others, as under one torchrun, all processes are restarted after a loss. They
+continue from a folder of each machine, usually in its memory: it has the same generations that `survives` keeps in
+processes (`stretto.survive.generations`).
 """
 
 import logging
@@ -27,7 +26,7 @@ _log = logging.getLogger("stretto")
 
 
 class LocalCheckpoints:
-    """Checkpoints in a folder of each machine, a copy of each rank's share also on another.
+    """Checkpoints in a folder of each machine; another machine has a copy of each rank's share.
 
         local = stretto.LocalCheckpoints("/dev/shm/my-job")
         local.go_on(parallel)
@@ -41,15 +40,15 @@ class LocalCheckpoints:
     then, if no two machines were lost at once that held each other's copies. Any launcher and any backend will do.
 
     Args:
-        folder: On this machine: in its memory (`/dev/shm/...`), or on its own disk. One for each job. It holds
+        folder: A folder on this machine: in its memory (`/dev/shm/...`), or on its own disk. One for each job. It holds
             two checkpoints, and three while one is written.
-        every: Updates between two; None lets the library choose, so that keeping them takes about a hundredth of the
-            time.
-        machine: Its name, equal on ranks that are lost at once; None takes its host's, and the number of its agent
-            under torchrun or srun.
+        every: Updates between two checkpoints; None lets the library choose, so that keeping them takes about a
+            hundredth of the time.
+        machine: The machine's name, equal on ranks that are lost at once; None uses the host's name, and the number of
+            the agent under torchrun or srun.
 
     Raises:
-        ConfigError: `folder` is no path, `every` no number of updates, or `machine` no name.
+        ConfigError: `folder` is not a path, `every` not a number of updates, or `machine` not a name.
         CheckpointError: The folder cannot be made, or is a link, or others own it or can write there.
     """
 
@@ -74,24 +73,22 @@ class LocalCheckpoints:
         begin: Callable[[], object] | None = None,
         at_least: int = 0,
     ) -> Restored | None:
-        """Let a new job continue from the newest whole checkpoint of its machines; all ranks must call, before
-        training.
+        """Load the newest complete checkpoint of the machines into a new job; all ranks must call it, before training.
 
         Args:
             parallel: The new job.
-            loader: This rank's. With as many ranks as before, Stretto restores its position; else
+            loader: This rank's loader. With as many ranks as before, Stretto restores its position; otherwise
                 `Restored.loader_states` has the positions of all, for the caller to deal out.
             extra: As for `keep`; kept at the beginning of the job.
-            begin: Called where there is no checkpoint, and where none is whole: loads one from a shared disk, for
-                example.
-            at_least: Updates after which a checkpoint was taken: one that is older is of no use, because `begin` has a
-                newer one. The same on all ranks.
+            begin: Called if there is no complete checkpoint: loads one from a shared disk, for example.
+            at_least: Number of updates; an older checkpoint is not used, because `begin` has a newer one. Equal on all
+                ranks.
 
         Returns:
             The restored state; None if there was none.
 
         Raises:
-            TornCheckpoint: None is whole, and there is no `begin`.
+            TornCheckpoint: No checkpoint is complete, and there is no `begin`.
             CheckpointError: The folder has no room.
             CommunicationError: A rank was lost.
         """
@@ -117,15 +114,15 @@ class LocalCheckpoints:
         return restored
 
     def keep(self, parallel: DataParallel, *, loader: Loader | None = None, extra: Any = None) -> None:
-        """Keep a checkpoint, if it is time to; all ranks must call, after every `Update`.
+        """Keep a checkpoint, if it is due; all ranks must call it, after every `Update`.
 
         Where ranks step alone (`LocalSGD`, `DiLoCo` without a delay), it waits for the next average. The copies of the
         last one are sent meanwhile, and continue whenever this is called.
 
         Args:
             parallel: The job.
-            loader: This rank's, if its position is to be kept.
-            extra: Anything that `go_on` returns; rank 0's is kept. A function is called for it.
+            loader: This rank's loader, if its position is to be kept.
+            extra: Any value that `go_on` should return; rank 0's is kept. A function is called for it.
 
         Raises:
             OutOfTurn: `go_on` was not called before.
@@ -142,6 +139,6 @@ class LocalCheckpoints:
             self._keeping.send_on()
 
     def remove(self) -> None:
-        """Remove them: the job is done, and its machines have their memory back."""
+        """Remove the checkpoints after the end of the job, which frees the machines' memory."""
         self._memory.forget()
         self._folder.remove()

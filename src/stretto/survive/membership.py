@@ -51,20 +51,20 @@ from stretto.groups import MEET_SECONDS, Leavable, LeavableGroup, announce_death
 T = TypeVar("T")
 
 START_SECONDS = 600.0
-"""How long the first members wait for each other: imports and data may take minutes."""
+"""Seconds that the first members wait for each other: imports and data may take minutes."""
 _CLOSED_SECONDS = 1.0
-"""After which a member whose connection is closed is gone: two of its signs of life have not come."""
+"""Seconds after which a member with a closed connection is gone: it has missed two signs of life."""
 _POLL_SECONDS = 0.01
 _LOOK_SECONDS = 1.0
-"""Between two looks of a process that waits to come in at all members' signs of life."""
+"""Seconds between two checks of all members' signs of life by a process that waits to join."""
 _MOST_PAUSES = 25
-"""The intended seconds between two looks, or, if the store is slow, twice the duration of a look. Longer pauses do
-not count as silence of others: this process was stopped, or the store did not answer.
-"""
+"""Longest counted pause between two checks, in intended pauses or, if the store is slow, in twice a check's
+duration. Longer pauses do not count as silence of others: this process was stopped, or the store did not answer."""
 _BOUND_SECONDS = 1.0
-"""Beyond `silent_seconds`, how long the store may take for one answer."""
+"""Seconds beyond `silent_seconds` that the store may take for one answer."""
 _LEAST_BOUND_SECONDS = 6.0
-"""A store that looks up a name does not answer for five seconds if it has no resolver."""
+"""Shortest bound on the store's answer: a store that looks up a name without a resolver does not answer for five
+seconds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,11 +72,11 @@ class Ended:
     """One member's knowledge at the end of a term."""
 
     number: int
-    """Of the term; -1 before the first."""
+    """Number of the term; -1 before the first."""
     seats: Sequence[int]
     """Its members in order."""
     job_store: Store | None = None
-    """Where members give their signs of life, under their ranks; None where no job has begun."""
+    """Store in which members give their signs of life, under their ranks; None if no job has begun."""
     blamed: Sequence[int] = ()
     """Seats that this member has found to be gone."""
     is_done: bool = False
@@ -103,7 +103,7 @@ def by_node(seats: Sequence[int], places: Mapping[int, int], ranks_per_node: int
 
 
 class Members(Protocol):
-    """One process's part in the agreement, by any means of communication; `Membership` documents each method."""
+    """One process's part in the agreement, by any means of communication; `Membership` documents the methods."""
 
     seat: int
     ranks_per_node: int
@@ -133,13 +133,13 @@ class Membership:
     """One process's part in the agreement, by a store.
 
     Args:
-        store: Reached by all processes of the job, and hosted by none of them.
+        store: A store that all processes of the job reach, and none of them hosts.
         rank: The place for which this process was started, from 0.
-        ranks: How many places there are.
-        silent_seconds: How long a member may say nothing and give no sign of life.
-        seat: The number that the starter of the processes gave this one; None draws a number.
-        address: Of this machine, where Gloo listens; None lets Gloo choose.
-        ranks_per_node: Of places that follow each other; see Note [Nodes come and go whole].
+        ranks: Number of places.
+        silent_seconds: Seconds that a member may send nothing and give no sign of life.
+        seat: The number of this process from its starter; None draws a number.
+        address: Address of this machine where Gloo listens; None lets Gloo choose.
+        ranks_per_node: Number of consecutive places that form a node; see Note [Nodes come and go whole].
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Membership:
         self._address = address
         self._place = rank
         self.ranks_per_node = ranks_per_node
-        """Of places that follow each other; 1 where each process stands for itself."""
+        """Number of consecutive places that form a node; 1 if each process is independent."""
         self._store: Store = PrefixStore("membership", store)
         self._ranks = ranks
         self._silent_seconds = silent_seconds
@@ -165,11 +165,11 @@ class Membership:
         self._looking = threading.Thread()
         self._is_lost = False
         self.seat = seat if seat is not None else self._bounded(lambda: self._draw(rank))
-        """Of this process."""
+        """Seat of this process."""
 
     @property
     def machine(self) -> str:
-        """The name of the unit that is lost at once: the machine of this process, or its node."""
+        """Name of the unit that is lost at once: the machine of this process, or its node."""
         if self.ranks_per_node == 1:
             return socket.gethostname()
         return f"node {self._place // self.ranks_per_node}"
@@ -187,7 +187,7 @@ class Membership:
         return self._bounded(self._wait_to_come_in)
 
     def following(self, ended: Ended) -> tuple[int, Sequence[int]]:
-        """Return the number and the seats of the term after the one that has ended; none where the job has ended.
+        """Return the number and the seats of the next term; no seats if the job has ended.
 
         Raises:
             LeftOut: It continues without this process.
@@ -197,14 +197,14 @@ class Membership:
         return self._bounded(lambda: self._agree(ended))
 
     def newcomers(self, seats: Sequence[int]) -> list[int]:
-        """Return who could come in when this was last asked, and look again; it never waits for the store."""
+        """Return the processes that could join at the last call, and check again; it never waits for the store."""
         if not self._looking.is_alive():
             self._looking = threading.Thread(target=self._look, name="stretto-newcomers", daemon=True)
             self._looking.start()
         return [seat for seat in self._waiting if seat not in seats]
 
     def plan(self, number: int, seats: Sequence[int]) -> tuple[int, Sequence[int]]:
-        """Write the list of a term on which its members have agreed in another way; return what counts.
+        """Write a term's list on which its members have agreed otherwise; return the valid list.
 
         Raises:
             LeftOut: Another list was written before, without this process.
@@ -215,7 +215,7 @@ class Membership:
         return self._bounded(lambda: self._listed(number))
 
     def group(self, number: int, seats: Sequence[int]) -> LeavableGroup:
-        """Return the group of a term; all of its members must call.
+        """Return the group of a term; all of its members must call it.
 
         Raises:
             CommunicationError: Not all of them came.
@@ -225,7 +225,7 @@ class Membership:
         return LeavableGroup(store, seats, list(seats).index(self.seat), address=self._address)
 
     def leave_out(self, seat: int, why: str) -> None:
-        """Exclude a process from the job; it ends when it learns of it.
+        """Exclude a process from the job; it ends once it reads this.
 
         Raises:
             PeerFailed: The store is gone.
@@ -234,7 +234,7 @@ class Membership:
         self._bounded(lambda: announce_death(self._job, seat, why))
 
     def died(self, how: str) -> None:
-        """Inform the others that this process leaves for good, if the store answers."""
+        """Report to the others that this process leaves for good, if the store answers."""
         if self._is_lost:
             return
         with contextlib.suppress(CommunicationError):
@@ -242,7 +242,7 @@ class Membership:
 
     @property
     def deaths(self) -> Mapping[int, str]:
-        """How processes have ended, by seat, as far as somebody has written it and the store answers."""
+        """Return how processes have ended, by seat, according to the store, if it answers."""
         try:
             return self._bounded(lambda: deaths(self._job))
         except (PeerFailed, PeerSilent):
@@ -251,7 +251,7 @@ class Membership:
     # What the store is asked; on a thread of its own
 
     def _bounded(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns; no call of a store gives up on a host that is stopped, so this does."""
+        """Return the result of `work`, but raise if a host is stopped, since calls of a store then never return."""
         results: list[T] = []
         errors: list[BaseException] = []
 
@@ -388,18 +388,20 @@ class Membership:
 
 
 def signs_of(job: Store, number: int, seats: Sequence[int]) -> Store:
-    """Return where the members of a term give their signs of life, under their ranks, once their job has begun."""
+    """Return the store in which the members of a term give their signs of life, under their ranks, once their job
+    has begun.
+    """
     return PrefixStore("stretto", part_store(PrefixStore(f"term/{number}", job), range(len(seats)), 0))
 
 
 class _Missing:
-    """Members that have said nothing yet; see Note [Who is gone].
+    """Members without an answer; see Note [Who is gone].
 
     Args:
         ended: The term.
-        patience: Seconds without a sign, of a member of which nothing else is known.
+        patience: Seconds without a sign after which a member counts as gone, if nothing else is known.
         now: The clock, in seconds.
-        pause: Seconds between two looks, if nothing holds this process up.
+        pause: Seconds between two checks, if nothing delays this process.
     """
 
     def __init__(self, ended: Ended, patience: float, now: Callable[[], float], pause: float) -> None:
@@ -412,7 +414,7 @@ class _Missing:
         self._signs: dict[int, tuple[str | None, float, float]] = {}
 
     def are_gone(self, said: Mapping[int, Sequence[Any]], died: Mapping[int, str]) -> bool:
-        """Return whether everybody is gone who has said nothing.
+        """Return whether all members without an answer are gone.
 
         Args:
             said: Answers of members, in their order: whether they are done, and which seats they count as dead.
@@ -423,7 +425,7 @@ class _Missing:
         return all([self._silence(seat) >= self._limit(seat in blamed) for seat in missing])
 
     def have_vanished(self, died: Mapping[int, str]) -> bool:
-        """Return whether none of the members gives signs of life; one that has begun no job yet may take long."""
+        """Return whether no member gives signs of life; a member that has not begun a job yet may take long."""
         missing = [seat for seat in self._ended.seats if seat not in died]
         silences = [(self._silence(seat), self._signs[seat][0]) for seat in missing]
         return all(
@@ -434,7 +436,7 @@ class _Missing:
         return _CLOSED_SECONDS if is_blamed else self._patience
 
     def _silence(self, seat: int) -> float:
-        """Return for how long a member has given no new sign, as far as this process has looked."""
+        """Return for how long a member has given no new sign, as far as this process has checked."""
         store, now = self._ended.job_store, self._now()
         sign = None if store is None else last_sign(store, self._ended.seats.index(seat))
         before, silence, until = self._signs.get(seat, (sign, 0.0, now))

@@ -1,4 +1,4 @@
-"""Which generation of a job's state a rank holds a share of, and what it is called in a file."""
+"""The generation and the owner of a share of a job's state, and its file name."""
 
 import dataclasses
 import re
@@ -11,14 +11,14 @@ _NAME = re.compile(r"(\d+)-(\d+)-([0-9a-f]*)\.(\d+)-of-(\d+)\.([0-9a-f]{32})")
 
 @dataclasses.dataclass(frozen=True, order=True, slots=True)
 class Generation:
-    """Which one it is; later ones are greater."""
+    """Identifies a generation; later ones compare greater."""
 
     term: int
-    """How often a job had begun or gone on until it was kept, as far as its ranks knew."""
+    """How often a job had begun or continued before this was kept, as far as its ranks knew."""
     step: int
-    """Committed updates."""
+    """Number of committed updates."""
     key: str = ""
-    """Drawn whenever a job begins or continues: ranks that did not know of each other may count alike."""
+    """Drawn whenever a job begins or continues, because ranks that did not know of each other may have equal counts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,14 +26,14 @@ class Share:
     """One rank's part of a generation."""
 
     owners: int
-    """How many shares the generation has."""
+    """Number of shares of the generation."""
     digest: str
     content: memoryview
-    """Those of a file of a checkpoint."""
+    """Bytes as in a checkpoint's file."""
 
     @property
     def is_sound(self) -> bool:
-        """Whether it is what it was when it was kept."""
+        """Whether the bytes are unchanged since they were kept."""
         try:
             read_share(self.content, "a share", self.digest)
         except StrettoError:
@@ -41,12 +41,14 @@ class Share:
         return True
 
     def name(self, generation: Generation, owner: int) -> str:
-        """Return its name as a file."""
+        """Return its file name."""
         return f"{generation.term}-{generation.step}-{generation.key}.{owner}-of-{self.owners}.{self.digest}"
 
 
 def named(name: str) -> tuple[Generation, int, int, str] | None:
-    """Return generation, owner, number of owners and digest of the share whose file has this name, if it is one's."""
+    """Return generation, owner, number of owners and digest of the share in a file of this name; None for another
+    file.
+    """
     found = _NAME.fullmatch(name)
     if found is None:
         return None

@@ -36,11 +36,11 @@ _log = logging.getLogger("stretto")
 T = TypeVar("T")
 
 _CONNECT_SECONDS = 60.0
-"""How long the store may take to come up."""
+"""Seconds that the store may take to start."""
 _LEAVE_SECONDS = 5.0
-"""How long the last groups may take to be dropped: milliseconds, unless something in them is in progress."""
+"""Seconds that dropping the last groups may take: milliseconds, unless something in them is in progress."""
 _FRUITLESS = 3
-"""Terms in a row with the same members that have brought no update; then the job ends with the error."""
+"""Number of consecutive terms with the same members and without an update after which the job ends with the error."""
 
 
 def survives(
@@ -109,7 +109,7 @@ def survives(
 
 
 def survive_among(train: Callable[[Term], T], membership: Members, every: int | None, wish: Wish) -> T:
-    """As `survives`, over any `Members`."""
+    """Do the same as `survives`, over any `Members`."""
     try:
         return _Survivor(train, membership, every, wish).run()
     except LeftOut:
@@ -138,7 +138,7 @@ class _Survivor(Generic[T]):
         self._beginning = Beginning()
 
     def run(self) -> T:
-        """Return what the function has returned in the last term."""
+        """Return the function's result in the last term."""
         number, seats = self._membership.enter()
         memory = Memory(self._membership.machine, is_first=number == 0)
         self._process = Process(self._membership, memory, self._every, self._wish)
@@ -156,7 +156,7 @@ class _Survivor(Generic[T]):
             self._beginning.put_back()
 
     def _live_through(self, number: int, seats: Sequence[int]) -> tuple[tuple[int, Sequence[int]], list[T]]:
-        """Return the following term, with no members where the job has ended, and what the function has returned."""
+        """Return the next term, without members if the job has ended, and the function's results."""
         newest, term = self._process.memory.newest, None
         try:
             term = self._begin(number, seats)
@@ -183,7 +183,7 @@ class _Survivor(Generic[T]):
         return following, [result]
 
     def _plan(self, number: int, planned: Planned) -> tuple[int, Sequence[int]]:
-        """Return the term after one that ended by plan, if this process is in it."""
+        """Return the term after one that ended as planned, if this process is in it."""
         own = self._membership.seat
         try:
             following = self._membership.plan(number, planned.seats)
@@ -200,7 +200,7 @@ class _Survivor(Generic[T]):
         return following
 
     def _goes_on_without(self, error: RuntimeError, seats: Sequence[int]) -> bool:
-        """Return whether this process continues where guards have found damage: without the ranks that they name."""
+        """Return whether this process continues after guards have found damage: it does, unless they name it."""
         if not isinstance(error, CorruptionError) or (ranks := to_leave_out([error], len(seats))) is None:
             return False
         named = [seats[rank] for rank in ranks]
@@ -217,7 +217,7 @@ class _Survivor(Generic[T]):
             return number + 1, ()
 
     def _begin(self, number: int, seats: Sequence[int]) -> Term:
-        """Make the group of a term; leave a group that ended by plan, now that no rank waits for it."""
+        """Make the group of a term; leave a group that ended as planned, now that no rank waits for it."""
         group = self._membership.group(number, seats)
         if self._planned is not None:
             self._planned.leave()
@@ -244,7 +244,7 @@ def connect(address: str) -> Store:
     """Return the store that `stretto meet` hosts at host:port.
 
     Raises:
-        ConfigError: It is no such address.
+        ConfigError: It is not such an address.
         CommunicationError: No store answers there.
     """
     host, _, port = address.rpartition(":")
@@ -259,7 +259,7 @@ def connect(address: str) -> Store:
 
 
 def _changes(before: Sequence[int], after: Sequence[int]) -> str:
-    """Return in words who has come and who has left."""
+    """Describe which processes have joined and left."""
     come, left = (
         [seat for seat in one if seat not in other] for one, other in ((after, before), (before, after))
     )
@@ -268,14 +268,14 @@ def _changes(before: Sequence[int], after: Sequence[int]) -> str:
 
 
 def _is_loss(error: RuntimeError, term: Term | None) -> bool:
-    """Return whether an error ends the term: one of the library's, or one of a collective of the user's own."""
+    """Return whether an error ends the term: an error of the library, or of a collective in user code."""
     if isinstance(error, StrettoError):
         return isinstance(error, CommunicationError) and not isinstance(error, LeftOut)
     return term is not None and not term.group.is_whole
 
 
 def _release(error: BaseException | None) -> None:
-    """Let go of what the frames of an error hold: the job that has ended."""
+    """Release the objects in an error's frames: the job that has ended."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -1,4 +1,4 @@
-"""One term of a job: from its members' agreement until one of them is lost, leaves or comes."""
+"""One term of a job: from its members' agreement until a member is lost, leaves or joins."""
 
 import copy
 import dataclasses
@@ -32,21 +32,21 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("stretto")
 _LOOK_SECONDS = 1.0
-"""Between two looks of the first member for processes that wait to come in."""
+"""Seconds between two checks by the first member for processes that wait to join."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Before:
-    """How the term before ended, for the line that says so."""
+    """How the previous term ended, for its log line."""
 
     words: str = ""
     at: float = 0.0
-    """When this process heard of it."""
+    """Time at which this process noticed it."""
     agreed: float = 0.0
-    """When it knew who continues."""
+    """Time at which it knew which processes continue."""
 
     def line(self, step: int, ranks: int) -> str:
-        """Return it, once the job is back at a step."""
+        """Return the log line, once the job has continued at a step."""
         agreed, back = self.agreed - self.at, time.perf_counter() - self.at
         return (
             f"{self.words}: resuming from update {step} on {ranks} ranks; agreed after {agreed:.2f} s, back "
@@ -57,7 +57,7 @@ class Before:
 class Beginning:
     """The state of optimizer and scheduler before a job continues, to restore if another term follows.
 
-    Of its members some have trained and others have just come, and a job begins only where all have equal settings.
+    Some members have trained and others have just joined, but a job begins only if all have equal settings.
     """
 
     def __init__(self) -> None:
@@ -67,14 +67,14 @@ class Beginning:
         self._schedule: Any = None
 
     def note(self, parallel: DataParallel) -> None:
-        """Note what they say."""
+        """Record their state."""
         self._optimizer, self._scheduler = parallel.job.model.optimizer, parallel.scheduler
         self._settings = read_hyperparameters(self._optimizer)
         if hasattr(self._scheduler, "state_dict"):  # without one, keeping a state raises
             self._schedule = copy.deepcopy(self._scheduler.state_dict())
 
     def put_back(self) -> None:
-        """Let them say it again."""
+        """Restore their state."""
         if self._optimizer is None:
             return
         if self._schedule is not None:
@@ -84,18 +84,17 @@ class Beginning:
 
 
 class Wish:
-    """Whether this process wants to leave; asked by its user, or by a signal."""
+    """Whether this process wants to leave, at its user's request or after a signal."""
 
     def __init__(self) -> None:
         self.is_asked = False
 
     def ask(self) -> None:
-        """Let it."""
         self.is_asked = True
 
     @contextmanager
     def at(self, signals: Sequence[signal.Signals]) -> Iterator[None]:
-        """Let the first of these signals ask, inside the block; the next does what it did before."""
+        """During the block, let the first of these signals request it; the next has its earlier effect."""
         before = {number: signal.getsignal(number) or signal.SIG_DFL for number in signals}
 
         def heard(number: int, _: object) -> None:
@@ -113,7 +112,7 @@ class Wish:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Process:
-    """What stays with a process from term to term."""
+    """State of a process that lasts from term to term."""
 
     membership: Members
     memory: Memory
@@ -134,18 +133,18 @@ class Term:
         before: Before,
     ) -> None:
         self.number = number
-        """From 0."""
+        """Number of the term, from 0."""
         self.group = group
-        """Of its members, for `DataParallel(group=...)` and for the user's own collectives."""
+        """Group of its members, for `DataParallel(group=...)` and for the user's own collectives."""
         self.rank, self.world_size = group.rank(), group.size()
-        """This process's place among the members, and how many there are."""
+        """This process's index among the members, and their number."""
         self.seats = tuple(seats)
-        """The numbers of its members' processes, which no other process has had."""
+        """Seats of its members, which no other process has had."""
         self._process = process
         self._before = before
         self._keeping: Keeping | None = None
         self._looked = -math.inf
-        """When the first rank last looked for waiting processes."""
+        """Time of the first rank's last check for waiting processes."""
         self._has_meshes = False
         self._job: weakref.ref[DataParallel] | None = None
         self.beginning = Beginning()
@@ -158,11 +157,11 @@ class Term:
         extra: Any = None,
         begin: Callable[[], object] | None = None,
     ) -> Restored | None:
-        """Let a new job continue from where the job of the term before was; all ranks must call, before training.
+        """Let a new job continue from the position of the previous term's job; all ranks must call it, before training.
 
         Args:
             parallel: The new job, over `group`.
-            loader: This rank's. With as many ranks as before, Stretto restores its position; else
+            loader: This rank's loader. With as many ranks as before, Stretto restores its position; otherwise
                 `Restored.loader_states` has the positions of all, for the caller to deal out.
             extra: As for `keep`; kept at the beginning of the job.
             begin: Called at the beginning of the job, before its state is kept: loads a checkpoint, for example.
@@ -172,7 +171,7 @@ class Term:
 
         Raises:
             ConfigError: The job is not over `group`.
-            TornCheckpoint: No generation is whole.
+            TornCheckpoint: No generation is complete.
             CommunicationError: A rank was lost.
         """
         if not self.group.of_jobs:
@@ -198,7 +197,7 @@ class Term:
         ends with the term, and no other code may make one. All work over Gloo, on any device.
 
         Args:
-            device_type: Where parameters are, such as "cuda".
+            device_type: Type of the parameters' device, such as "cuda".
 
         Raises:
             ConfigError: Torch has a default group that is not a term's, or the term is on a virtual cluster.
@@ -225,7 +224,7 @@ class Term:
         self._process.wish.ask()
 
     def keep(self, parallel: DataParallel, *, loader: Loader | None = None, extra: Any = None) -> None:
-        """Keep the state, if it is time to; all ranks must call, after every `Update`.
+        """Keep the state, if it is due; all ranks must call it, after every `Update`.
 
         It is time when so many updates have passed, and when a member leaves or a process waits to come in. Then the
         term ends here too, and nothing is done again: an exception that is no `Exception` leaves the caller's function.
@@ -234,8 +233,8 @@ class Term:
 
         Args:
             parallel: The job.
-            loader: This rank's, if its position is to be kept.
-            extra: Anything that `go_on` returns in the next term; rank 0's is kept. A function is called for it.
+            loader: This rank's loader, if its position is to be kept.
+            extra: Any value that `go_on` should return in the next term; rank 0's is kept. A function is called for it.
 
         Raises:
             OutOfTurn: `go_on` was not called before.
@@ -259,8 +258,8 @@ class Term:
             raise Planned(seats, self.group)
 
     def _asks(self, now: float) -> bool:
-        """Return whether this member has a reason to end the term; the first member looks for waiting processes at
-        times.
+        """Return whether this member has a reason to end the term; the first member also checks for waiting
+        processes.
         """
         if self._process.wish.is_asked or self.rank or now < self._looked + _LOOK_SECONDS:
             return self._process.wish.is_asked
@@ -268,7 +267,7 @@ class Term:
         return bool(self._process.membership.newcomers(self.seats))
 
     def _asked_for(self) -> dict[str, Any]:
-        """Return what the others have to know of this member when a state is kept."""
+        """Return the values that the others need from this member when a state is kept."""
         return {
             "leaves": self._process.wish.is_asked,
             "waiting": self._process.membership.newcomers(self.seats) if self.rank == 0 else [],
@@ -278,7 +277,7 @@ class Term:
         """Return the seats of the members that continue from a state.
 
         Args:
-            by_rank: Of every rank, its machine, and what its `_asked_for` has returned.
+            by_rank: By rank: its machine, and the result of its `_asked_for`.
         """
         leaving = may_leave(
             [machine for machine, _ in by_rank],
@@ -289,7 +288,7 @@ class Term:
         return [*stay, *by_rank[0][1]["waiting"]]
 
     def end(self, error: BaseException) -> Ended:
-        """End the job where it has not ended, and leave the group; return what to bring into the agreement."""
+        """End the job unless it has ended, and leave the group; return this member's input for the agreement."""
         parallel = None if self._job is None else self._job()
         if parallel is not None:
             parallel.fail(error)
@@ -305,13 +304,13 @@ class Term:
 
     @property
     def reached(self) -> str:
-        """Up to where the job has come, in words."""
+        """Describe how far the job has come."""
         parallel = None if self._job is None else self._job()
         return "before training" if parallel is None else f"after update {parallel.steps}"
 
 
 class Planned(BaseException):
-    """The term ends with everything kept, because others have joined or some leave; has the seats that continue."""
+    """The term ends with everything kept, because processes join or leave; contains the seats that continue."""
 
     def __init__(self, seats: Sequence[int], group: Leavable) -> None:
         super().__init__(seats)
