@@ -67,9 +67,6 @@ class InlineOnDevice(_OnDevice, InlineRuntime):
 class StreamRuntime(_OnDevice, ThreadRuntime):
     """Performs work on a second thread and a second stream; for their order see Note [Streams] in `engine/streams.py`.
 
-    Note [Streams]
-        in `engine/streams.py` says who waits for whom.
-
     Args:
         streams: Streams of the device.
         thread: Runs one piece of work after the other.

@@ -98,7 +98,7 @@ class RankReport:
     """Whether no buffer of the model got an infinity or a NaN in this round, from a micro-batch of any weight."""
     asks: Asks = Asks.NOTHING
     measured: Measured | None = None
-    """Values that only the device knows yet; they count in the place of those above."""
+    """Values that only the device knows yet; they replace the values above."""
 
     def pack(self) -> tuple[bytes, list[Place]]:
         """Return this record as bytes, and what the device has yet to write into them."""
