@@ -33,8 +33,8 @@ _SHORTEST_PAUSE_SECONDS = 2e-5
 _LONGEST_PAUSE_SECONDS = 1e-3
 """Longest pause between two checks whether a collective is complete: short if it soon is, long if others are late."""
 _KEPT = 8
-"""Completed collectives that are kept; see Note [The last reference to a collective]. Of 400 programs that never yielded the lock,
-5 aborted with 2 kept, and none with 8."""
+"""Completed collectives that are kept; see Note [The last reference to a collective]. Of 400 programs that never
+yielded the lock, 5 aborted with 2 kept, and none with 8."""
 BACKEND_MARGIN_SECONDS = 5.0
 """The backend's timeout comes this long after the library's, which names the silent rank; a process cannot end while
 the backend waits."""
