@@ -15,13 +15,15 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PINNED := $(VENV)/.pinned
 READY := $(VENV)/.ready
 
-# Laws of every part that take a second or less each: together they enter most of the library.
+# Laws of every part that take a second or less each: together they enter most of the library. None starts a rank in a
+# process of its own, for which pytest would first import what ranks need.
 LAWS := tests/flat tests/fields tests/style $(addprefix tests/, \
 	checkpoint/test_rollback.py checksums/test_checksums.py checksums/test_together.py cli/test_mistakes.py docs/test_links.py \
-	docs/test_readme.py echo/test_plans.py engine/test_course.py engine/test_update.py errors/test_construction.py \
-	errors/test_order.py errors/test_wrong_options.py exactness/test_strategies.py exchange/test_exchange.py \
-	exchange/test_wires.py groups/test_collectives.py guards/test_protocol.py local/test_algorithm.py \
-	optimizer/test_gradient.py optimizer/test_preview.py paft/test_average.py plan/test_links.py strategies/test_quotas.py \
+	docs/test_readme.py echo/test_plans.py engine/test_alike.py engine/test_course.py errors/test_construction.py \
+	errors/test_order.py errors/test_wrong_options.py exactness/test_clock.py exactness/test_hidden.py \
+	exactness/test_total.py exchange/test_rows.py exchange/test_wires.py groups/test_collectives.py \
+	guards/test_promises.py local/test_algorithm.py loops/test_gradients.py optimizer/test_gradient.py \
+	optimizer/test_preview.py optimizer/test_whole.py paft/test_average.py plan/test_links.py strategies/test_quotas.py \
 	strategies/test_shapes.py)
 
 .PHONY: setup train check test test-all laws types layers site behaviour format clean

@@ -76,6 +76,7 @@ def test_a_fragment_that_is_under_way_for_longer_than_a_new_delay_lands_at_once(
     [
         *(STRATEGY, SPLIT, st.DiLoCo(interval=3), st.DiLoCo(interval=3, mix=0.5, nesterov=False)),
         *(BY_NODES, st.LocalSGD(rate=0.25, state=True, worker="node")),
+        *(st.LocalSGD(rate=0.5), st.LocalSGD(rate=0.5, state=True)),
     ],
     ids=repr,
 )

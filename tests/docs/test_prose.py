@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tests.docs.pages import DOCS, README, ROOT, without_code
-from tests.style.source import package_files, parsed
+from tests.style.source import package_files, parsed, statements
 
 _NUMBER = re.compile(r"(?<![\w.])(?<!\w-)\d[\d.,]*")
 _NOT_PROSE = re.compile(r"^(?:\||<|#).*$", re.MULTILINE)
@@ -114,7 +114,7 @@ def test_the_other_voice_is_heard() -> None:
 
 def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
     """Yield docstrings of modules, classes and functions, and those below fields."""
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if (
             isinstance(node, ast.Expr)
             and isinstance(node.value, ast.Constant)
@@ -125,11 +125,10 @@ def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
 
 def messages(tree: ast.AST) -> Iterator[str]:
     """Yield every other text of several words: errors, warnings, notes, help."""
-    parts = {
-        id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)
-    }
+    nodes = list(ast.walk(tree))
+    parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
     passed = parts | {id(node) for node in docstrings(tree)}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             text = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in passed:
@@ -140,22 +139,14 @@ def messages(tree: ast.AST) -> Iterator[str]:
             yield text
 
 
-def test_messages_are_written_in_the_words_of_the_field() -> None:
-    of_files = {
-        str(file): [place for text in messages(parsed(file)) for place in marked(text)]
-        for file in package_files()
-    }
-    assert {file: places for file, places in of_files.items() if places} == {}
+def of_code(file: Path) -> list[str]:
+    tree = parsed(file)
+    prose = (_ARGUMENT.sub("", text.value) for text in docstrings(tree))
+    return [place for text in (*messages(tree), *prose) for place in marked(text)]
 
 
-def test_docstrings_are_written_in_the_words_of_the_field() -> None:
-    of_files = {
-        str(file): [
-            place for text in docstrings(parsed(file)) for place in marked(_ARGUMENT.sub("", text.value))
-        ]
-        for file in package_files()
-    }
-    assert {file: places for file, places in of_files.items() if places} == {}
+def test_messages_and_docstrings_are_written_in_the_words_of_the_field() -> None:
+    assert {str(file): places for file in package_files() if (places := of_code(file))} == {}
 
 
 def test_messages_are_texts_without_docstrings_and_names() -> None:

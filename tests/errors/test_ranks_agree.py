@@ -161,7 +161,7 @@ SCENARIOS: dict[str, Callable[[int], Any]] = {
     **{f"turned {name}": lambda rank, name=name: turned_otherwise(rank, name) for name in BOTH_KINDS},
     **{f"infinite slope {name}": lambda rank, name=name: trained_on(rank, name) for name in STRATEGIES},
     "nothing to train on one rank": lambda rank: TinyJob(model=tiny_model().requires_grad_(rank == 0)),
-    "objects": lambda rank: kept_in_groups(rank, len(draws(60))),
+    "objects": lambda rank: kept_in_groups(rank, len(draws(40))),
     "other values": started_from_other_values,
     **{
         f"unused on all {name}": lambda rank, name=name: TinyJob(name, model=OnePath(0)).until_update()

@@ -23,7 +23,7 @@ def run(name: str) -> None:
     run_ranks(ranks or 1, on_rank, name, backend="gloo" if ranks else None)
 
 
-@pytest.mark.long(keep=4)
+@pytest.mark.long(keep=2)
 @pytest.mark.parametrize("name", REHEARSED_BY_TESTS)
 def test_a_check_holds(name: str) -> None:
     run(name)

@@ -84,59 +84,45 @@ def test_a_part_of_a_default_group_with_a_device_needs_only_its_ranks() -> None:
     assert found == [[2.0, 3.0, 1.0, 3.0], [3.0, 1.0, 3.0, 3.0], [2.0, 3.0, 3.0, 2.0, 3.0]]
 
 
-def halves(rank: int) -> list[tuple[float, bool, list[int]]]:
-    """Sums over halves of a group that has the ranks in another order than the job, and a part of a part."""
+WRONG: list[dict[str, list[int]]] = [{"ranks": ranks} for ranks in ([0, 1, 2, 3, 4], [0, 0, 1], [-1, 0, 1])]
+SAID = (
+    "ranks [4] do not exist; the job has ranks 0 to 3",
+    "name a rank twice",
+    "ranks [-1] do not exist",
+    "not in the given group",
+)
+
+
+def of_a_given_group(rank: int) -> tuple[list[tuple[float, bool, list[int]]], list[str]]:
+    """Sums over a private group, a half of it and a part of that; and what is said of ranks that cannot be."""
     register_throttled(Link.parse("1gbit"))
-    whole = private_group(dist.new_group([0, 1, 2, 3], backend="throttled"))
+    given, outsiders = dist.new_group([0, 1, 2, 3], backend="throttled"), dist.new_group([0])
+    whole = private_group(given)
     half = part_of(whole, range(2) if rank < 2 else range(2, 4), timeout_seconds=20)
-    last = part_of(half, [half.rank()])
-    found = []
-    for group in (half, last):
+    found, said = [], []
+    for group in (whole, half, part_of(half, [half.rank()])):
+        assert group is not given
         tensor = torch.full((4,), float(rank))
         group.allreduce([tensor]).wait()
         found.append(
             (tensor.mean().item(), isinstance(group, ThrottledGroup), dist.get_process_group_ranks(group))
         )
-    return found
-
-
-def test_a_part_of_a_group_has_its_backend_and_needs_only_its_ranks() -> None:
-    sums = ((1.0, [0, 1]), (1.0, [0, 1]), (5.0, [2, 3]), (5.0, [2, 3]))
-    expected = [
-        [(total, True, ranks), (float(rank), True, [rank])] for rank, (total, ranks) in enumerate(sums)
-    ]
-    assert run_ranks(4, halves) == expected
-
-
-def like_the_given_group(rank: int) -> tuple[bool, bool, list[int]]:
-    register_throttled(Link.parse("1gbit"))
-    throttled = dist.new_group([0, 1], backend="throttled")
-    outsiders = dist.new_group([0])
-    if rank == 1:
-        with pytest.raises(ConfigError, match="not in the given group"):
-            private_group(outsiders)
-    group = private_group(throttled)
-    return isinstance(group, ThrottledGroup), group is not throttled, dist.get_process_group_ranks(group)
-
-
-def test_a_private_group_has_the_backend_of_the_given_one() -> None:
-    assert run_ranks(2, like_the_given_group) == [(True, True, [0, 1])] * 2
-
-
-def wrong_ranks(rank: int) -> list[str]:
-    messages = []
-    for ranks in ([0, 1, 2], [0, 0, 1], [-1, 0, 1]):
+    for wrong in [*WRONG, *([{"group": outsiders}] if rank else [])]:
         with pytest.raises(ConfigError) as caught:
-            private_group(ranks=ranks)
-        messages.append(str(caught.value))
-    return messages
+            private_group(**wrong)
+        said.append(str(caught.value))
+    return found, said
 
 
-def test_ranks_that_do_not_exist_are_named() -> None:
-    unknown, twice, negative = run_ranks(2, wrong_ranks)[0]
-    assert "ranks [2] do not exist; the job has ranks 0 to 1" in unknown
-    assert "name a rank twice" in twice
-    assert "ranks [-1] do not exist" in negative
+def test_a_private_group_and_a_part_of_it_have_the_backend_of_the_given_one_and_need_only_their_ranks() -> (
+    None
+):
+    sums = ((1.0, [0, 1]), (1.0, [0, 1]), (5.0, [2, 3]), (5.0, [2, 3]))
+    for rank, (found, said) in enumerate(run_ranks(4, of_a_given_group)):
+        total, ranks = sums[rank]
+        assert found == [(6.0, True, [0, 1, 2, 3]), (total, True, ranks), (float(rank), True, [rank])]
+        for text, words in zip(said, SAID[: 3 + bool(rank)], strict=True):
+            assert words in text
 
 
 RANKS = 4

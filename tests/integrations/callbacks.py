@@ -6,11 +6,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.draws import draws
 from tests.integrations.regression import Regression, distance, samples, values
-from tests.integrations.ways import EVALUATED, KINDS, make
+from tests.integrations.ways import EVALUATED, KINDS, TOLERANCE, make
 
 Outcome = tuple[Any, ...]
 
@@ -159,6 +160,9 @@ def of_lightning(
     return found
 
 
-def differences(outcome: Outcome, other: Outcome) -> tuple[float, bool]:
-    """Return the largest difference of values, and whether all else is the same."""
-    return distance(outcome[0], other[0]), outcome[1:] == other[1:]
+def check(found: list[tuple[str, Outcome, Outcome]]) -> None:
+    """What they stop, save, choose as the best and write: parameters, steps, files and evaluations are the same."""
+    for name, stock, ours in found:
+        assert distance(stock[0], ours[0]) <= TOLERANCE, name
+        assert stock[1:3] == ours[1:3], name
+        assert ours[3] == pytest.approx(stock[3], abs=1e-5), name

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.draws import part
+from tests.draws import draws, part
 from tests.integrations import fits, ways
 from tests.integrations.fits import loader, odd, trainer_of
 from tests.integrations.language import as_under_torchrun
@@ -43,9 +43,9 @@ BATCHES = {"the number of batches of training": (20, 24), "the number of batches
 def in_lightning(rank: int) -> list[tuple[str, str]]:
     as_under_torchrun(rank)
     fits.silence()
-    draw, found = random.Random(1), []
-    for _ in range(50):
-        name, flipped = draw.choice([*OF_LIGHTNING, *BATCHES]), draw.randrange(2)
+    draw, found, names = random.Random(1), [], [*OF_LIGHTNING, *BATCHES]
+    for number in draws(40, len(names)):
+        name, flipped = names[number % len(names)], draw.randrange(2)
         settings = {name: OF_LIGHTNING[name][rank ^ flipped]} if name in OF_LIGHTNING else {}
         counts = {other: pair[rank ^ flipped if other == name else 0] for other, pair in BATCHES.items()}
         trainer = trainer_of("ours", devices=2, use_distributed_sampler=False, **settings)
@@ -57,9 +57,9 @@ def in_lightning(rank: int) -> list[tuple[str, str]]:
 def in_transformers(rank: int) -> list[tuple[str, str]]:
     as_under_torchrun(rank)
     ways.silence()
-    draw, found = random.Random(2), []
-    for case in range(50):
-        name, flipped = draw.choice([*OF_TRANSFORMERS]), draw.randrange(2)
+    draw, found, names = random.Random(2), [], [*OF_TRANSFORMERS]
+    for case in draws(44, len(names)):
+        name, flipped = names[case % len(names)], draw.randrange(2)
         settings = {"eval_dataset": samples(6), name: OF_TRANSFORMERS[name][rank ^ flipped]}
         found.append((name, said(make("ours", f"case{case}", **settings).train)))
     return found

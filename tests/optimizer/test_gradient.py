@@ -21,20 +21,16 @@ def slices(tensors: list[torch.Tensor]) -> Slices:
     return Slices([torch.cat(tensors)], tensors)
 
 
-def test_sum_adds_values_weights_and_use_and_its_parts_are_readable_until_it_is_merged() -> None:
-    first = gradient(1.0, 2.0, weight=2.0)
-    total = first + gradient(4.0, 8.0, weight=3.0, used=b"\x00\x01")
+def test_sum_adds_values_weights_and_use_without_a_third_buffer_and_its_parts_are_readable_until_it_is_merged() -> (
+    None
+):
+    first, second = gradient(1.0, 2.0, weight=2.0), gradient(4.0, 8.0, weight=3.0, used=b"\x00\x01")
+    total = first + second
     assert first.mean_of(Block(0, (0,), 0, 0, 0, 1, 2), 0.5).tolist() == [0.25, 0.5]
     total.merge()
     assert total.sums[0].tolist() == [5.0, 10.0]
     assert total.weight == 5.0
     assert total.used == b"\x01\x01"
-
-
-def test_sum_needs_no_third_buffer() -> None:
-    first, second = gradient(1.0), gradient(2.0)
-    total = first + second
-    total.merge()
     assert total.sums[0].data_ptr() == second.sums[0].data_ptr()
 
 

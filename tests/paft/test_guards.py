@@ -16,7 +16,6 @@ STRATEGIES = {
     "paft-sync, overlapped": st.PAFTSync(interval=2, overlap=True),
     "paft-dyn, overlapped": st.PAFTDyn(first=2, maximum=2, overlap=True),
 }
-EACH = pytest.mark.parametrize("name", STRATEGIES)
 
 
 @functools.cache
@@ -29,16 +28,8 @@ def found_by(seen: Seen) -> list[tuple[str, str, tuple[int, ...]]]:
     return [(v.guard, v.site, v.ranks) for update in seen.updates for v in update.incidents]
 
 
-@EACH
-def test_guards_change_nothing_where_nothing_is_wrong(name: str) -> None:
-    watched = train(STRATEGIES[name], guards=(st.ReplicaGuard(), st.AtRest()))
-    for left, right in zip(clean(name), watched, strict=True):
-        assert same(left.final, right.final)
-        assert found_by(right) == []
-
-
 @pytest.mark.long(keep=2)
-@EACH
+@pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("site", ["masters", "optimizer state", "reduced gradient"])
 def test_a_damaged_word_at_rest_is_mended_to_the_bit(name: str, site: str) -> None:
     fault = Fault(site=site, rank=1, instant=2)  # type: ignore[arg-type]  # parametrised

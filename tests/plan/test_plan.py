@@ -218,7 +218,7 @@ def test_the_command_says_what_to_use_first_and_why_then(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     print_on_a_terminal(monkeypatch)
-    words = f"plan {TINY} --batches 2 --ranks 16 --network free --micro-batches 1 --wire bf16"
+    words = f"plan {TINY} --batches 2 --ranks 16 --link 100mbit --network free --micro-batches 1 --wire bf16"
     assert main(words.split()) == 0
     lines = capfd.readouterr().out.splitlines()
     assert any(line.startswith("16 ranks: use --strategy ") for line in lines)

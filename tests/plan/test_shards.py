@@ -56,7 +56,8 @@ def test_the_first_line_says_how_to_train_so() -> None:
 
 
 def test_a_node_of_shards_is_measured_as_one_rank() -> None:
-    measured = Ranks.local(4).call(measure, PlanConfig(task=Tiny(normed=False, width=64), shard=2), 2)
+    config = PlanConfig(task=Tiny(normed=False, width=64), shard=2, link="100mbit")
+    measured = Ranks.local(4).call(measure, config, 2)
     assert len({one.link for one in measured}) == 1
     machine = measured[0]
     assert (machine.ranks, machine.shards) == (2, 2)

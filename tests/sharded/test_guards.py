@@ -29,7 +29,7 @@ IN_MEMORY = (
     "buffers",
 )
 ON_THE_WIRE = ("contribution", "gathered values", "round report")
-CASES_PER_JOB = len(draws(8, 4))
+CASES_PER_JOB = len(draws(8, 2))
 
 
 def drawn(name: str) -> list[Fault]:

@@ -210,7 +210,8 @@ def rows_of_two_nodes() -> Iterator[tuple[str, Row]]:
 
 
 ROWS = {**dict(exact_rows()), **dict(rows_of_two_nodes())}
-BLOCKS = 28
+BLOCKS = 51
+"""About as many as either kind has rows: a block has one of each."""
 
 
 def compared(rank: int, names: Sequence[str]) -> dict[str, tuple[list[str], list[float]]]:
@@ -260,7 +261,7 @@ def differing(row: Row, outcome: Outcome, expected: Outcome) -> Iterator[str]:
 @pytest.mark.long(keep=1)
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_a_job_over_shards_is_what_it_should_be(block: int) -> None:
-    """A run of four ranks goes through a row of every kind."""
+    """A run of four ranks goes through a row of each kind: to the bit, and on two nodes."""
     names = list(ROWS)[block::BLOCKS]
     results = run_ranks(WORLD_SIZE, compared, names)
     for name in names:

@@ -119,26 +119,18 @@ def refused(rank: int) -> dict[str, str]:
             found[name] = "nothing was raised"
         except (ConfigError, UsageError) as error:
             found[name] = str(error)
-    return found
-
-
-def test_what_does_not_work_with_shards_is_refused_with_the_way_out() -> None:
-    (found,) = run_ranks(1, refused)
-    for name, (_, words) in CASES.items():
-        assert [word for word in words if word not in found[name]] == [], (name, found[name])
-
-
-def evaluated_before(rank: int) -> int:
     model = network()
     as_it_should_be(model)
     optimizer = adamw(model)
     with torch.no_grad():
         loss_of(model, torch.ones(2, 6, dtype=torch.long))  # leaves the root gathered
-    parallel = DataParallel(model, optimizer, micro_batches=1, mesh=mesh_of(1, 1)["node"])
-    train(model, parallel)
-    parallel.finish()
-    return parallel.steps
+    train(model, DataParallel(model, optimizer, mesh=mesh_of(1, 1)["node"]))
+    return found
 
 
-def test_a_model_that_was_evaluated_before_is_wrapped_as_any_other() -> None:
-    assert run_ranks(1, evaluated_before) == [1]
+def test_what_does_not_work_with_shards_is_refused_with_the_way_out_and_an_evaluation_before_is_none() -> (
+    None
+):
+    (found,) = run_ranks(1, refused)
+    for name, (_, words) in CASES.items():
+        assert [word for word in words if word not in found[name]] == [], (name, found[name])

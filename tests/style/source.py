@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 LIBRARY, LAB = ROOT / "src" / "stretto", ROOT / "src" / "stretto_lab"
 
 
@@ -42,8 +43,17 @@ def place(file: Path, node: ast.AST | None = None) -> str:
     return f"{file.relative_to(ROOT)}{line}"
 
 
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """The tree and all statements in it; `ast.walk` would look into every expression too."""
+    left = [tree]
+    while left:
+        node = left.pop()
+        left += [one for one in ast.iter_child_nodes(node) if isinstance(one, STATEMENTS)]
+        yield node
+
+
 def functions(file: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Every function and method of `file`."""
-    for node in ast.walk(parsed(file)):
+    for node in statements(parsed(file)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node

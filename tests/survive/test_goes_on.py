@@ -114,7 +114,7 @@ def test_a_job_goes_on_whoever_is_killed_in_whichever_collective(part: int) -> N
         check_samples(terms, lived.strategy, lived.updates)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(goes_on, range(6 * part, 6 * part + len(draws(6, 3)))))
+        list(pool.map(goes_on, range(6 * part, 6 * part + len(draws(6)))))
 
 
 @pytest.mark.long

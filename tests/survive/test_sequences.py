@@ -50,7 +50,7 @@ EXACT = st.DDP | st.ZeRO1
 """Their updates depend on the samples alone, not on how ranks and rounds share them."""
 TOLERANCE = 1e-4
 """Between parameters; sums in another order make 1e-6."""
-PARTS, TRIALS_OF_A_PART = 8, 26
+PARTS, TRIALS_OF_A_PART = 8, 20
 
 
 @dataclass(kw_only=True)

@@ -30,7 +30,7 @@ CASES = part(
         strategy=strategy,
         tokens=True,
         batch_norm=True,
-        lengths=(27,),
+        lengths=(19,),
         options=Options(bucket_bytes=4096, **given),
     )
     for strategy, given in WAYS

@@ -191,31 +191,19 @@ def test_what_one_rank_meets_is_named_by_those_that_wait_for_it(
             assert "lr=0.5' on rank 3 (differing ranks: [3])" in text
 
 
-def test_a_stop_of_one_rank_ends_all_at_the_next_average() -> None:
+@pytest.mark.parametrize("stops", [True, False])
+def test_where_one_rank_of_a_node_stops_or_has_no_more_data_all_end_alike(stops: bool) -> None:
+    """A stop ends all at the next average. Without `feed`, `finish` hands over rounds without weight until then."""
+
     def program(rank: int, group: distributed.ProcessGroup) -> tuple[int, Tensor]:
         parallel = start(rank, group, st.DiLoCo(interval=4, worker="node"), options=NODES)
-        for step in parallel.feed(range(100)):
-            if (rank, step) == (2, 5):
+        for step in parallel.feed(range(100)) if stops else range((6, 3, 9, 9)[rank]):
+            if stops and (rank, step) == (2, 5):
                 parallel.stop()
             parallel.backward((parallel.model.weight * (step + rank)).square().mean())
         parallel.finish()
         return parallel.steps, parallel.model.weight.detach()
 
     found = VirtualCluster(4).run(program).values
-    assert [steps for steps, _ in found] == [8] * 4
-    assert [weight for _, weight in found if not torch.equal(weight, found[0][1])] == []
-
-
-def test_a_loop_without_feed_may_end_on_one_rank_of_a_node_before_the_other() -> None:
-    """`finish` hands over rounds without weight until its node-mates come too."""
-
-    def program(rank: int, group: distributed.ProcessGroup) -> tuple[int, Tensor]:
-        parallel = start(rank, group, st.DiLoCo(interval=4, worker="node"), options=NODES)
-        for step in range((6, 3, 9, 9)[rank]):
-            parallel.backward((parallel.model.weight * (step + rank)).square().mean())
-        parallel.finish()
-        return parallel.steps, parallel.model.weight.detach()
-
-    found = VirtualCluster(4).run(program).values
-    assert len({steps for steps, _ in found}) == 1
+    assert [steps for steps, _ in found] == [8 if stops else found[0][0]] * 4
     assert [weight for _, weight in found if not torch.equal(weight, found[0][1])] == []
