@@ -219,8 +219,8 @@ def expected_of_one_rank_alone() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", ["zero1", "acco"])
-def test_a_micro_batch_that_one_rank_alone_leaves_out_holds_nobody_up(two: Seen, name: str) -> None:
-    steps, found = two["alone"][name]
+def test_a_micro_batch_that_one_rank_alone_leaves_out_holds_nobody_up(both: list[Seen], name: str) -> None:
+    steps, found = both[0]["alone"][name]
     assert steps == 3
     if name == "zero1":
         assert distance(found, expected_of_one_rank_alone()) <= TOLERANCE
@@ -369,12 +369,12 @@ def test_after_an_exception_a_process_by_itself_shows_and_saves_its_last_update(
 # Callbacks
 
 
-def test_on_two_ranks_callbacks_do_what_they_do_under_the_stock_trainer(two: Seen) -> None:
-    check(two["callbacks"])
+def test_on_two_ranks_callbacks_do_what_they_do_under_the_stock_trainer(both: list[Seen]) -> None:
+    check(both[0]["callbacks"])
 
 
-def test_what_a_callback_asks_for_on_one_rank_all_ranks_do(two: Seen) -> None:
-    for name, (_, steps, folders, evaluated_at) in two["one rank asks"].items():
+def test_what_a_callback_asks_for_on_one_rank_all_ranks_do(both: list[Seen]) -> None:
+    for name, (_, steps, folders, evaluated_at) in both[0]["one rank asks"].items():
         assert (steps, folders) == ASKED[name], name
         assert bool(evaluated_at) == ("evaluate" in str(name)), name
 
@@ -398,10 +398,15 @@ def alone(rank: int) -> Seen:
     }
 
 
+def on_two_ranks(rank: int) -> Seen:
+    as_under_torchrun(rank)
+    return on_any_ranks(rank, 8)
+
+
 def together(rank: int) -> Seen:
     as_under_torchrun(rank)
+    silence()
     return {
-        **on_any_ranks(rank, 8),
         "alone": one_rank_alone(rank),
         "marked": marked(rank),
         "callbacks": of_transformers(rank, 8),
@@ -417,13 +422,14 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
-    """What each of two ranks saw, which work in one folder."""
+def two(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """What rank 0 of two saw of what one rank does too."""
     with contextlib.chdir(tmp_path_factory.mktemp("two")):
-        return run_ranks(2, together)
+        return run_ranks(2, on_two_ranks)[0]
 
 
 @pytest.fixture(scope="module")
-def two(both: list[Seen]) -> Seen:
-    """What rank 0 of two saw."""
-    return both[0]
+def both(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
+    """What each of two ranks saw of the rest; they work in one folder."""
+    with contextlib.chdir(tmp_path_factory.mktemp("both")):
+        return run_ranks(2, together)

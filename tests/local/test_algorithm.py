@@ -14,7 +14,7 @@ from stretto_lab.testing import differing
 from stretto_lab.virtual import VirtualCluster
 from tests.diloco.jobs import RATE, UPDATES, Naive, on_cluster
 from tests.draws import seeds
-from tests.exactness.jobs import Case, Observed, same, train
+from tests.exactness.jobs import Case, Observed, train
 
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
     functools.partial(torch.optim.SGD, lr=RATE, momentum=0.9),
@@ -78,11 +78,3 @@ def test_rate_one_reports_what_ddp_reports() -> None:
             theirs.step, theirs.samples, theirs.weight, theirs.micro_batches, 0
         )  # fmt: skip
     assert local[0].loss == ddp[0].loss  # later ones are taken at other parameters: this is AdamW
-
-
-def test_a_lone_rank_equals_plain_pytorch() -> None:
-    lone, ddp = (
-        observed(Case(strategy=one, tokens=True), 1)[0] for one in (LocalSGD(rate=0.5, state=True), DDP())
-    )
-    assert same(lone.final, ddp.final)
-    assert torch.isfinite(lone.final[0]).all()
