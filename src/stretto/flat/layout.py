@@ -245,7 +245,7 @@ def plan_layout(
             members.sort(key=lambda item: groups[id(item[1])])
         numels = [dealt_numel(one) if is_whole else shard_of(one)[0].numel() for _, one in members]
         numel, itemsize = sum(numels), accumulation_dtype.itemsize
-        usual, sent = usual_bucket_bytes(first.device), int(numel * bytes_per_value)
+        usual, sent = usual_bucket_bytes(first.device), int(numel * min(bytes_per_value, itemsize))
         place = place_whole if is_whole else _place
         most = bucket_bytes or bucket_bytes_among(world_size, usual, numel * itemsize, sent)
         starts, cuts = place(numels, most // itemsize, world_size, parts)

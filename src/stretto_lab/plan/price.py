@@ -78,7 +78,7 @@ def price(arm: Arm, machine: Machine, *, micro_batches: int, bucket_bytes: int |
     """
     micro_batches = arm.settings.get("micro_batches", micro_batches)
     clock = arm.settings.get("clock") if arm.overlaps else None
-    sent_bytes = int(machine.parameters * WIRES[arm.wire].bytes_per_value)
+    sent_bytes = int(machine.parameters * min(4.0, WIRES[arm.wire].bytes_per_value))
     usual = bucket_bytes_among(machine.ranks, machine.bucket_bytes, 4 * machine.parameters, sent_bytes)
     bucket_bytes = arm.settings.get("bucket_bytes", bucket_bytes) or usual
     if clock is None:
