@@ -79,7 +79,7 @@ class ReplicaMean:
         means = self._sharded.owned.cut([master.clone() for master in self._sharded.masters.flats])
         if share is not None:
             self._average_masters(means, share, flats)
-        self._sharded.publish(flats, means)
+        self._sharded.place(means, flats)
 
     def consensus(self, share: Share | None, of_state: Share) -> ShardedOptimizer:
         """Return a copy of the optimizer with the mean of all masters and states.
@@ -146,7 +146,7 @@ class ReplicaMean:
             torch._foreach_mul_([value for value, _ in counting], [part for _, part in counting])
         if left_out:  # it need not be finite
             torch._foreach_zero_(left_out)
-        self._sharded.publish(flats, values)
+        self._sharded.place(values, flats)
         self._exchange.all_reduce(flats, values, wire)
 
 

@@ -13,7 +13,7 @@ Note [The stages of a round]
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Literal
@@ -56,6 +56,8 @@ BEFORE = dict(zip(Stage, (Stage.ARRIVED, *Stage), strict=False))
 """The stage before each stage."""
 SUBMITTED = (Stage.IN_FLIGHT, Stage.ARRIVED)
 """Stages in which a round has been submitted and not installed."""
+DECISIVE: dict[Until, Callable[[Sequence[Vote]], Vote]] = {"any": max, "all": min}
+"""Which of the ranks' votes decides on the end of a pass."""
 
 
 class RoundState:
@@ -194,22 +196,18 @@ class RoundState:
     def is_pass_over(self, until: Until) -> bool:
         """Return whether all ranks have agreed to end; the same on every rank at the same round."""
         return bool(self.votes) and (
-            max(self.votes) >= Vote.PASS_LEFT or _decisive(self.votes, until) >= Vote.DATA_ENDED
+            max(self.votes) >= Vote.PASS_LEFT or DECISIVE[until](self.votes) >= Vote.DATA_ENDED
         )
 
     def have_data_ended(self, until: Until) -> bool:
         """Return whether all ranks have agreed to end because of the data."""
-        is_end = Vote.DATA_ENDED in self.votes and _decisive(self.votes, until) >= Vote.DATA_ENDED
+        is_end = Vote.DATA_ENDED in self.votes and DECISIVE[until](self.votes) >= Vote.DATA_ENDED
         return is_end and max(self.votes) < Vote.STOP
 
     def have_all_left(self) -> bool:
         """Return whether no rank has anything to contribute."""
         votes = set(self.votes)
         return bool(votes) and (votes <= {Vote.PASS_LEFT, Vote.FINISHING} or votes == {Vote.DATA_ENDED})
-
-
-def _decisive(votes: Sequence[Vote], until: Until) -> Vote:
-    return max(votes) if until == "any" else min(votes)
 
 
 class ComputeLane:

@@ -242,11 +242,14 @@ class ShardedOptimizer:
         """Replace the segments by `segments`, which hold the same masters, cut in another way."""
         self.segments = segments
 
-    def publish(self, flats: Sequence[Tensor], values: Slices | None = None) -> None:
-        """Write the masters, or other values, into this rank's slices of `flats`, one tensor per flat set."""
-        source = self.masters if values is None else values
+    def publish(self, flats: Sequence[Tensor]) -> None:
+        """Write the masters into this rank's slices of `flats`, one tensor per flat set."""
+        self.place(self.masters, flats)
+
+    def place(self, values: Slices, flats: Sequence[Tensor]) -> None:
+        """Write values of this rank's slices into their places in `flats`, one tensor per flat set."""
         for block in self.owned.blocks:
-            _within(flats, block).copy_(inside(source, block).view(block.count, block.length))
+            _within(flats, block).copy_(inside(values, block).view(block.count, block.length))
 
     def values(self, tensors: Sequence[Tensor], piece: Piece) -> Tensor:
         """Return the part of per-bucket `tensors` (masters or sums) that holds `piece`."""
