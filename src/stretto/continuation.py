@@ -335,21 +335,17 @@ class Continuation:
             entry = state["carry"][piece.slot.name]
             sharded.values(sums, piece).copy_(entry.run(piece.slot.offset + piece.offset, piece.numel))
         names = [slot.name for slot in self._state.slots]
-        buffers = self.job.model.buffer_sync.names
+        buffers, ranks = self.job.model.buffer_sync.names, self.job.exchange.world_size
         records = [
             _rank_report(members, names, len(buffers), goes_on=goes_on).pack()[0]
-            for members in self._deal(described["records"])
+            # The saved ranks, or nodes that hold shards, are dealt to the running ones one after another.
+            for members in (described["records"][rank::ranks] for rank in range(ranks))
         ]
         means = described["statistics"].items()
         self.job.replica.fill(round, sums, RoundReport.unpack(records, len(names), len(buffers)))
         round.buffer_means = {buffers.index(name): at(mean, self._device) for name, mean in means}
         if described["skipped"]:
             self.job.replica.skip(round)
-
-    def _deal(self, records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-        """Deal the saved ranks' records to the running ranks in rotation; records of nodes, if nodes hold shards."""
-        world_size = self.job.exchange.world_size
-        return [list(records[rank::world_size]) for rank in range(world_size)]
 
     def _buffers(self, saved: Collection[str]) -> dict[str, Tensor]:
         """Return this rank's persistent buffers that differ from the commonly saved buffers."""

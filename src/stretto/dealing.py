@@ -18,7 +18,7 @@ from stretto.continuation import places
 from stretto.engine.state import State
 from stretto.errors import CheckpointError, ForeignCheckpoint, TornCheckpoint
 from stretto.flat import PartedTensor, Range, Runs
-from stretto.share import Held, Kind, Kinds, read_share
+from stretto.share import Header, Held, Kind, Kinds, kinds_of, read_share
 
 _ROUND_BYTES = 2**25
 """Bytes that one round sends; every rank has room for a few times this, on top of its state."""
@@ -59,15 +59,20 @@ class Holding:
     def __init__(self, shares: Sequence[Held], gather: Gather, round_bytes: int = _ROUND_BYTES) -> None:
         self._shares = shares
         self._gather = gather
-        told = self._tell([[share.header, share.num_bytes, _told(share.kinds)] for share in shares])
+        told = self._tell(
+            [
+                [one.header, one.num_bytes, {n: k and k.as_json() for n, k in kinds_of(one.entries).items()}]
+                for one in shares
+            ]
+        )
         self._most_bytes = round_bytes // len(told)
-        headers = [header for found in told for header, *_ in found]
+        headers = [Header(*header) for found in told for header, *_ in found]
         if not headers or headers.count(headers[0]) < len(headers):
             raise CheckpointError(
-                f"expected shares of one job at one update, found {headers or 'none'} (update, strategy, optimizer, "
-                "ranks and layout of each)"
+                f"expected shares of one job at one update, found {[*map(list, headers)] or 'none'} (update, "
+                "strategy, optimizer, ranks and layout of each)"
             )
-        self.step, self.strategy, self.optimizer, self.world_size, self.layout = headers[0]
+        self.header = headers[0]
         kinds = {name: kind for found in told for *_, kinds in found for name, kind in kinds.items()}
         self.names = set(kinds)
         """All entries that some rank holds."""
@@ -87,10 +92,10 @@ class Holding:
         Raises:
             ForeignCheckpoint: It does not; the message names the difference.
         """
-        if optimizer != self.optimizer:
+        if optimizer != self.header.optimizer:
             raise ForeignCheckpoint(
-                f"the checkpoint holds the state of {self.optimizer}, expected {optimizer}: build the optimizer that "
-                "was saved"
+                f"the checkpoint holds the state of {self.header.optimizer}, expected {optimizer}: build the optimizer "
+                "that was saved"
             )
         check_model(self.model, kinds_of(model))
 
@@ -123,7 +128,7 @@ class Holding:
         wanted = {name: (into, key) for into, key, name in places(state)}
         lacking = sorted(name for name, place in wanted.items() if moves or not self._fill(name, *place))
         lacked = sorted({name for told in self._tell(lacking) for name in told})
-        arriving = {name: _Arriving(*wanted[name]) for name in lacked if name in wanted}
+        arrived: dict[str, list[Any]] = {name: [] for name in lacked if name in wanted}
         batches = [batch for share in self._shares for batch in self._batches(share, lacked)]
         for index in range(max(self._tell(len(batches)))):
             batch = batches[index] if index < len(batches) else None
@@ -131,9 +136,10 @@ class Holding:
                 found = (
                     read_share(record, "the parts of a state that ranks exchange").entries if record else {}
                 )
-                for name in found.keys() & arriving.keys():
-                    arriving[name].take(found[name])
-        return [name for name, entry in arriving.items() if not entry.put()]
+                for name in found.keys() & arrived.keys():
+                    into, key = wanted[name]
+                    arrived[name].append(_kept(found[name], into[key]))
+        return [name for name, parts in arrived.items() if not _put(parts, *wanted[name])]
 
     def _fill(self, name: str, into: dict[str, Any], key: str) -> bool:
         """Fill an entry from this rank's shares; return whether it is complete."""
@@ -142,31 +148,22 @@ class Holding:
         if not isinstance(wanted, PartedTensor):
             into[key] = having[0].take(name) if having else wanted
             return bool(having)
-        runs = wanted.runs
-        alike = []
-        for share in having:
-            entry = share.entries[name]
-            if isinstance(entry, Runs) and (entry.shape, entry.dtype) == (runs.shape, runs.dtype):
-                alike.append((share, entry))
-        # One share has all of it, or several do, of which each has another part.
-        for parts in (*([one] for one in alike), alike):
-            values = parts[0][1].values if len(parts) == 1 else in_order(one.own.values for _, one in parts)
-            if parts and runs.fill(values):
-                for share, entry in parts:
-                    if any(_overlaps(first, run, runs.wanted) for first, run in entry.values):
-                        share.take(name)
-                return True
-        return False
+        is_there = bool(having) and _put([share.entries[name] for share in having], into, key)
+        for share in having if is_there else ():
+            if any(_overlaps(first, run, wanted.runs.wanted) for first, run in share.entries[name].values):
+                share.take(name)
+        return is_there
 
     def _batches(self, share: Held, names: Sequence[str]) -> Iterator[Held]:
         """Yield parts of some entries that a share writes, each within the limit of bytes."""
         batch: dict[str, Any] = {}
         size = 0
         for name in names:
-            if name not in share.entries or name in share.others:
-                continue
-            for piece in _pieces(share.entries[name], self._most_bytes):
-                more = sum(run.nbytes for _, run in piece.values) if isinstance(piece, Runs) else _size(piece)
+            for piece in _pieces(share.entries[name], self._most_bytes) if name in share.entries else ():
+                if isinstance(piece, Runs):
+                    more = sum(run.nbytes for _, run in piece.values)
+                else:
+                    more = len(piece) if isinstance(piece, bytes) else _SMALL_BYTES
                 if batch and size + more > self._most_bytes:
                     yield dataclasses.replace(share, entries=batch)
                     batch, size = {}, 0
@@ -199,14 +196,6 @@ def models(entries: Mapping[str, T]) -> dict[str, T]:
     return {name.removeprefix(prefix): one for name, one in entries.items() if name.startswith(prefix)}
 
 
-def kinds_of(model: State) -> Kinds:
-    """Return the kinds of tensors of a model's entries."""
-    return {
-        name: Kind(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
-        for name, value in model.items()
-    }
-
-
 def differences(saved: Kinds, model: Kinds) -> list[str]:
     """Describe the differences between a saved model's entries and this model's entries."""
     found = [
@@ -235,14 +224,6 @@ def check_model(saved: Kinds, model: Kinds) -> None:
         )
 
 
-def _told(kinds: Kinds) -> dict[str, Any]:
-    """Return the names, and the kinds of the model's entries: modules may need them before they load."""
-    return {
-        name: kind.as_json() if kind is not None and name.startswith("model.") else None
-        for name, kind in kinds.items()
-    }
-
-
 def _pieces(entry: Any, most_bytes: int) -> Iterator[Any]:
     """Yield a rank's part of an entry in pieces of at most so many bytes, or of one element; a value is not cut."""
     if not isinstance(entry, Runs):
@@ -256,35 +237,31 @@ def _pieces(entry: Any, most_bytes: int) -> Iterator[Any]:
             yield Runs(entry.shape, entry.dtype, [(place, piece)], [(place, place + piece.numel())])
 
 
-class _Arriving:
-    """An entry that arrives from other ranks in pieces."""
+def _put(parts: Sequence[Any], into: dict[str, Any], key: str) -> bool:
+    """Fill an entry from parts that ranks wrote; return whether it is complete. The first of several values counts."""
+    wanted = into[key]
+    if not isinstance(wanted, PartedTensor):
+        into[key] = next((one for one in parts if not isinstance(one, Runs)), wanted)
+        return any(not isinstance(one, Runs) for one in parts)
+    runs = wanted.runs
+    alike = [
+        one for one in parts if isinstance(one, Runs) and (one.shape, one.dtype) == (runs.shape, runs.dtype)
+    ]
+    # One part has all of it, or several do, of which each has another.
+    return any(runs.fill(one.values) for one in alike) or runs.fill(in_order(one.own.values for one in alike))
 
-    def __init__(self, into: dict[str, Any], key: str) -> None:
-        self._into, self._key = into, key
-        wanted = into[key]
-        self._runs = wanted.runs if isinstance(wanted, PartedTensor) else None
-        self._fits = True
-        self._found: list[Any] = []
 
-    def take(self, piece: Any) -> None:
-        """Take a rank's part of the entry; of a value that several ranks wrote, take the first."""
-        runs = self._runs
-        if runs is None or not isinstance(piece, Runs):
-            self._fits &= runs is None and not isinstance(piece, Runs)
-            self._found.append(piece)
-            return
-        self._fits &= (piece.shape, piece.dtype) == (runs.shape, runs.dtype)
-        for first, run in piece.values if self._fits else ():
-            for start, stop in _overlaps(first, run, runs.wanted):
-                self._found.append((start, run[start - first : stop - first].clone()))
-
-    def put(self) -> bool:
-        """Write the entry to its place, and return whether it was complete."""
-        if self._runs is not None:
-            return self._fits and self._runs.fill(in_order([self._found]))
-        if self._fits and self._found:
-            self._into[self._key] = self._found[0]
-        return self._fits and bool(self._found)
+def _kept(piece: Any, wanted: Any) -> Any:
+    """Return a copy of the part of an arrived piece that this rank wants."""
+    if not isinstance(piece, Runs) or not isinstance(wanted, PartedTensor):
+        return piece
+    values = [
+        (start, run[start - first : stop - first].clone())
+        for first, run in piece.values
+        for start, stop in _overlaps(first, run, wanted.runs.wanted)
+    ]
+    ranges = [(start, start + run.numel()) for start, run in values]
+    return Runs(piece.shape, piece.dtype, values, ranges)
 
 
 def _overlaps(first: int, run: Tensor, wanted: Sequence[Range]) -> list[Range]:
@@ -296,7 +273,3 @@ def _overlaps(first: int, run: Tensor, wanted: Sequence[Range]) -> list[Range]:
         if max(start, first) < min(stop, last):
             found.append((max(start, first), min(stop, last)))
     return found
-
-
-def _size(value: Any) -> int:
-    return len(value) if isinstance(value, bytes) else _SMALL_BYTES

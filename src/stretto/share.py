@@ -66,13 +66,8 @@ class Kind(NamedTuple):
         return f"{self.dtype} of shape {self.shape}"
 
 
-Kinds = Mapping[str, Kind | None]
-"""By name: the kinds of tensors; None for an entry that is not a tensor."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """One rank's part of a job between updates."""
+class Header(NamedTuple):
+    """The settings that must be equal on all ranks that hold a state."""
 
     step: int
     """Number of committed updates."""
@@ -82,11 +77,39 @@ class Held:
     world_size: int
     """Number of ranks that hold the state together."""
     layout: str
-    """Digest of the buffers' layout."""
+    """Digest of the buffers' layout; a job with another layout can read the state."""
+
+    @classmethod
+    def from_json(cls, fields: Any) -> "Header":
+        """Return the header that JSON stored as a list.
+
+        Raises:
+            ValueError: It is not a header.
+        """
+        step, strategy, optimizer, world_size, layout = fields
+        counts([step, world_size])
+        return cls(step, text(strategy), text(optimizer), world_size, text(layout))
+
+
+Kinds = Mapping[str, Kind | None]
+"""By name: the kinds of tensors; None for an entry that is not a tensor."""
+
+
+def kinds_of(entries: Mapping[str, Any]) -> Kinds:
+    """Return the kinds of tensors of a state's or a share's entries."""
+    return {
+        name: Kind(tuple(one.shape), one.dtype) if isinstance(one, Runs | PartedTensor) else None
+        for name, one in entries.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """One rank's part of a job between updates."""
+
+    header: Header
     entries: Mapping[str, Any]
-    """By name: `Runs` of tensors, and other objects."""
-    others: frozenset[str] = frozenset()
-    """Entries that another rank writes."""
+    """By name: `Runs` of tensors, and other objects; rank 0 holds the objects that are equal on all ranks."""
     unread: dict[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
     """By name: the reader of an entry that has not been read."""
 
@@ -97,19 +120,6 @@ class Held:
             TornCheckpoint: It is damaged.
         """
         return self.entries[name] if name not in self.unread else self.unread[name]()
-
-    @property
-    def header(self) -> list[Any]:
-        """The settings that must be equal on all ranks that hold the state."""
-        return [self.step, self.strategy, self.optimizer, self.world_size, self.layout]
-
-    @property
-    def kinds(self) -> Kinds:
-        """The kinds of tensors of the entries."""
-        return {
-            name: Kind(one.shape, one.dtype) if isinstance(one, Runs) else None
-            for name, one in self.entries.items()
-        }
 
     @property
     def num_bytes(self) -> int:
@@ -127,7 +137,7 @@ class Held:
                     contents.append((name, Kind(entry.shape, entry.dtype), own))
             elif type(entry) is bytes:
                 contents.append((name, None, [(0, entry)]))
-            elif name not in self.others:
+            else:
                 settings[name] = entry
         contents.append((_SETTINGS, None, [(0, pack(settings, "a rank's share of the state"))]))
         return Written(self.header, contents)
@@ -161,10 +171,6 @@ class Written:
         """Identifies the share."""
         self._head = _MARK + len(head).to_bytes(8) + digest.digest() + head
         self._contents = [[one for _, one in pieces] for _, _, pieces in contents]
-        self.num_bytes = len(self._head)
-        for pieces in self._contents:
-            sizes = (len(one) if isinstance(one, bytes) else one.nbytes for one in pieces)
-            self.num_bytes += -self.num_bytes % _ALIGNED_BYTES + sum(sizes)
 
     def chunks(self) -> Iterator[memoryview | bytes]:
         """Yield the bytes in order."""
@@ -180,12 +186,7 @@ class Written:
 
     def joined(self) -> memoryview:
         """Return a copy of the bytes."""
-        content: memoryview = torch.empty(self.num_bytes, dtype=torch.uint8).numpy().data
-        place = 0
-        for chunk in self.chunks():
-            content[place : place + len(chunk)] = chunk
-            place += len(chunk)
-        return content
+        return memoryview(bytearray().join(self.chunks()))
 
 
 def read_share(
@@ -216,8 +217,8 @@ def read_share(
             f"{digest or bytes(content[16:32]).hex()}; go back to an older checkpoint"
         )
     try:
-        (step, strategy, optimizer, world_size, layout), index = json.loads(bytes(head))
-        counts([step, world_size])
+        fields, index = json.loads(bytes(head))
+        header = Header.from_json(fields)
         found_contents = list(_contents(index, _PREFIX_BYTES + len(head)))
         if (end := found_contents[-1][-1]) != len(content):
             raise ValueError(f"expected {end} bytes, found {len(content)}")
@@ -229,8 +230,7 @@ def read_share(
         piece = content[begin:end]
         entry: Any = piece
         if kind is not None:
-            empty = torch.empty(0, dtype=kind.dtype)
-            values = torch.frombuffer(piece, dtype=kind.dtype) if end > begin else empty
+            values = torch.frombuffer(piece, dtype=kind.dtype) if piece else torch.empty(0, dtype=kind.dtype)
             runs = values.split([stop - start for start, stop in ranges])
             starts = (start for start, _ in ranges)
             entry = Runs(kind.shape, kind.dtype, list(zip(starts, runs, strict=True)), ranges)
@@ -242,15 +242,7 @@ def read_share(
         entries[name] = read() if whole else entry
         if not whole:
             unread[name] = read
-    return Held(
-        step=step,
-        strategy=text(strategy),
-        optimizer=text(optimizer),
-        world_size=world_size,
-        layout=text(layout),
-        entries=entries,
-        unread=unread,
-    )
+    return Held(header=header, entries=entries, unread=unread)
 
 
 def _compared(entry: Any, content: memoryview, expected: str, place: str) -> Any:
@@ -282,11 +274,11 @@ def hold(
             change.
     """
     job = continuation.job
-    entries = {name: into[key] for into, key, name in places(state)}
-    others = {
-        name
-        for name, value in entries.items()
-        if not isinstance(value, PartedTensor) and not name.startswith("optimizer.state.")
+    is_first = job.everyone.rank == 0
+    entries = {
+        name: into[key]
+        for into, key, name in places(state)
+        if is_first or isinstance(into[key], PartedTensor) or name.startswith("optimizer.state.")
     }
     own = continuation.write_own(state, loader, extra)
     entries |= {name: into[key] for into, key, name in places(own)}
@@ -294,18 +286,14 @@ def hold(
         name: _copied(value) if copies else value.runs if isinstance(value, PartedTensor) else value
         for name, value in entries.items()
     }
+    steps, optimizer = job.compute.rounds.steps, name_of(job.model.optimizer)
     return Held(
-        step=job.compute.rounds.steps,
-        strategy=strategy,
-        optimizer=name_of(job.model.optimizer),
-        world_size=job.everyone.world_size,
-        layout=job.layout_digest,
+        header=Header(steps, strategy, optimizer, job.everyone.world_size, job.layout_digest),
         entries={
             name: value
             for name, value in found.items()
             if not isinstance(value, Runs) or value.values or value.own.values
         },
-        others=frozenset(others if job.everyone.rank else ()),
     )
 
 

@@ -322,7 +322,8 @@ def test_a_state_of_another_model_or_optimizer_changes_nothing(other: str, tmp_p
             for one in shares
         ]
     else:
-        shares = [dataclasses.replace(one, optimizer="torch.optim.SGD") for one in shares]
+        header = shares[0].header._replace(optimizer="torch.optim.SGD")
+        shares = [dataclasses.replace(one, header=header) for one in shares]
     before = job.holds()
     with pytest.raises(st.errors.ForeignCheckpoint):
         checkpoint.load(job.parallel, shares)

@@ -1,6 +1,7 @@
 """Plain PyTorch reads a checkpoint with its own tools, and the job's state goes through them both ways."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,12 @@ from stretto import DPU, DataParallel, Options, WeightPrediction, ZeRO1, checkpo
 from stretto.checkpoint.manifest import Manifest
 from stretto_lab import testing
 from stretto_lab.testing import differing
-from stretto_lab.virtual import VirtualCluster, VirtualGroup
 from tests.bits import unequal
 from tests.checkpoint.jobs import NAMES, SAVED_AT, STRATEGIES, Case, Job
 from tests.checkpoint.plainly import read_into
 from tests.draws import part
 from tests.processes import run_ranks
+from tests.sharded import jobs
 
 # What PyTorch says of every save and load in a single process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled, )?unavailable:UserWarning")
@@ -108,21 +109,28 @@ def test_the_estimate_is_never_taken_for_the_parameters(tmp_path: Path) -> None:
     assert {f"shown.{name}" for name, p in model.named_parameters() if p.requires_grad} <= stored_names(path)
 
 
-def test_a_model_leaves_as_safetensors_however_many_ranks_have_saved_it(tmp_path: Path) -> None:
-    def program(rank: int, group: VirtualGroup) -> Path:
-        return (
-            Job(Case(strategy=DPU(), dtype=torch.bfloat16), rank, group)
-            .train(SAVED_AT)
-            .save(tmp_path / "saved")
-        )
+def saved_by_shards(rank: int, folder: str) -> dict[str, torch.Tensor]:
+    model, parallel = jobs.sharded(jobs.Case(strategy=ZeRO1(), optimizer=jobs.adamw), 1, 2)
+    for index in range(4):
+        parallel.backward(jobs.loss_of(model, jobs.batch(rank, index)))
+    checkpoint.save(parallel, folder)
+    with parallel.settled():
+        return jobs.whole(model)
 
-    path, _ = VirtualCluster(2).run(program).values
-    file = checkpoint.export(tmp_path / "saved", tmp_path / "model")
-    found, expected = load_file(file), checkpoint.read(path)["model"]
-    assert found.keys() == expected.keys()
-    assert {
-        n for n in found if found[n].dtype != expected[n].dtype or not torch.equal(found[n], expected[n])
-    } == set()
+
+def saved_by_replicas(rank: int, folder: str) -> dict[str, torch.Tensor]:
+    job = Job(Case(strategy=DPU(), dtype=torch.bfloat16), rank).train(SAVED_AT)
+    job.save(Path(folder))
+    with job.parallel.settled():
+        return jobs.whole(job.model)
+
+
+@pytest.mark.parametrize("saved", part([saved_by_shards, saved_by_replicas]))
+def test_a_model_leaves_as_safetensors_however_its_ranks_hold_it(saved: Any, tmp_path: Path) -> None:
+    expected = run_ranks(2, saved, str(tmp_path / "saved"))[0]
+    found = load_file(checkpoint.export(tmp_path / "saved", tmp_path / "model"))
+    assert {n: v.dtype for n, v in found.items()} == {n: v.dtype for n, v in expected.items()}
+    assert {n for n in found if not torch.equal(found[n], expected[n])} == set()
 
 
 def test_a_hugging_face_model_leaves_as_a_folder_that_from_pretrained_reads(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from stretto.checkpoint import Held
 from stretto.dealing import Holding
 from stretto.errors import TornCheckpoint
 from stretto.flat import PartedTensor, Runs
-from stretto.share import read_share
+from stretto.share import Header, read_share
 from tests.checkpoint.forged import extents
 from tests.draws import draws
 
@@ -102,9 +102,7 @@ def test_who_lacks_something_gets_it_and_what_nobody_has_is_named(moves: bool) -
         ranks = Ranks(case.ranks)
 
         def read(rank: int, case: Case = case, ranks: Ranks = ranks) -> list[str]:
-            share = Held(
-                step=1, strategy="ddp", optimizer="SGD", world_size=2, layout="", entries=case.held[rank]
-            )
+            share = Held(header=Header(1, "ddp", "SGD", 2, ""), entries=case.held[rank])
             holding = Holding([share], ranks.gather(rank), case.round_bytes)
             return holding.read({"carry": case.wanted[rank]}, moves=moves)
 
@@ -133,16 +131,13 @@ def test_a_share_comes_back_from_its_bytes_and_every_changed_byte_of_an_entry_na
                 for name, runs in entries.items()
             }
             held = {**written, **packed, "job.step": seed, "extra": None}
-            share = Held(
-                step=seed, strategy="ddp", optimizer="SGD", world_size=2, layout="x", entries=held,
-                others=frozenset({"job.step"} if rank else ()),
-            )  # fmt: skip
+            share = Held(header=Header(seed, "ddp", "SGD", 2, "x"), entries=held)
             content = share.written().joined()
             assert bytes(content) == b"".join(share.written().chunks())
             found = read_share(rng.choice([content, bytes(content)]), "a share", share.written().digest)
             assert found.header == share.header
             own = {name: runs for name, runs in written.items() if runs.written}
-            assert found.entries.keys() == {*own, *packed, "extra", *(() if rank else ["job.step"])}
+            assert found.entries.keys() == {*own, *packed, "extra", "job.step"}
             assert {name: found.entries[name] for name in packed} == packed, (seed, rank)
             for name, runs in own.items():
                 assert (found.entries[name].shape, found.entries[name].dtype) == (runs.shape, runs.dtype)

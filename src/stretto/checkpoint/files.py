@@ -105,11 +105,6 @@ def commit(directory: Path, name: str) -> None:
     _sync(directory)
 
 
-def abandon(directory: Path, name: str) -> None:
-    """Remove a checkpoint that could not be written."""
-    shutil.rmtree(writing(directory, name), ignore_errors=True)
-
-
 def prune(directory: Path, keep: int) -> None:
     """Remove all complete checkpoints except the last `keep`."""
     for old in list(complete(directory))[keep:]:

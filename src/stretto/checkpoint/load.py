@@ -21,7 +21,7 @@ from stretto.checkpoint.manifest import Manifest
 from stretto.checkpoint.ranks import Ranks, check_job
 from stretto.checksums import bytes_of
 from stretto.continuation import Continuation, Loader, check_loader, unpack_entries
-from stretto.dealing import Holding, check_whole, differences, in_order, kinds_of, models
+from stretto.dealing import Holding, check_whole, differences, in_order, models
 from stretto.disk import folder_of, replace_file
 from stretto.engine.buffers import are_alike
 from stretto.engine.state import State
@@ -30,7 +30,7 @@ from stretto.fields import check_callable, shown
 from stretto.flat import Runs, original_name
 from stretto.optimizer import name_of
 from stretto.parallel import DataParallel
-from stretto.share import Held, Kinds
+from stretto.share import Held, Kind, Kinds, kinds_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +153,7 @@ def load(
     saved = Holding(source, partial(_gather, parallel) if path is None else lambda record: [record])
     continuation, state, differing = _read(parallel, saved, ranks, moves=path is None, partly=partly)
     positions = tuple(state.get("loader", {}).values())
-    goes_on = loader is not None and bool(positions) and saved.world_size == parallel.world_size
+    goes_on = loader is not None and bool(positions) and saved.header.world_size == parallel.world_size
     place, differs = continuation.pass_of(state) or {}, ""
     if goes_on:
         restore = partial(parallel.feeding.restore, loader, positions[parallel.rank], place)
@@ -200,16 +200,16 @@ def _read(
                 differing = saved.leave_out(continuation.blank((), 0, same_strategy=False, same_layout=False))
             state = continuation.blank(
                 saved.names,
-                0 if differing else saved.world_size,
-                same_strategy=saved.strategy == parallel.strategy.name,
-                same_layout=saved.layout == parallel.job.layout_digest,
+                0 if differing else saved.header.world_size,
+                same_strategy=saved.header.strategy == parallel.strategy.name,
+                same_layout=saved.header.layout == parallel.job.layout_digest,
             )
             present = continuation.write()["model"] if differing else {}
             kept = {name: one for name, one in present.items() if name not in saved.model}
             state["model"] = {name: one for name, one in state["model"].items() if name not in kept}
         ranks.agree("checking a checkpoint", lambda: saved.check(name_of(parallel.optimizer), state["model"]))
         if moves:
-            missing = saved.read(state, moves=saved.world_size != parallel.world_size)
+            missing = saved.read(state, moves=saved.header.world_size != parallel.world_size)
         else:
             missing = ranks.agree("reading a checkpoint", lambda: saved.read(state, moves=False))
         ranks.agree("reading a checkpoint", lambda: check_whole(missing))
@@ -240,15 +240,13 @@ def read(source: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = folder.find(folder_of(source, "source"))
     manifest = Manifest.read(path)
-    shares = [manifest.share(path, rank) for rank in range(manifest.world_size)]
+    shares = [manifest.share(path, rank) for rank in range(len(manifest.shares))]
     state: dict[str, Any] = {}
     for name in dict.fromkeys(name for one in shares for name in one.entries):
         part, _, key = name.partition(".")
         entry = _whole(shares, name, path)
-        if type(entry) is not bytes or part in (
-            "model",
-            "optimizer",
-        ):  # others are packed: for the rank that continues
+        # Bytes of other parts are packed: for the rank that continues.
+        if type(entry) is not bytes or part in ("model", "optimizer"):
             state.setdefault(part, {})[key] = entry
     return state
 
@@ -274,13 +272,11 @@ def export(source: str | os.PathLike[str], directory: str | os.PathLike[str], *,
         ForeignCheckpoint: It has another format version.
         DiskError: The file cannot be written.
     """
-    path, file = (
-        folder.find(folder_of(source, "source")),
-        folder_of(directory, "directory") / "model.safetensors",
-    )
+    file = folder_of(directory, "directory") / "model.safetensors"
+    path = folder.find(folder_of(source, "source"))
     manifest = Manifest.read(path)
-    shares = [manifest.share(path, rank, whole=False) for rank in range(manifest.world_size)]
-    kinds = {name: kind for share in shares for name, kind in models(share.kinds).items() if kind is not None}
+    shares = [manifest.share(path, rank, whole=False) for rank in range(len(manifest.shares))]
+    kinds = models({n: kind for one in shares for n, kind in kinds_of(one.entries).items() if kind})
     # As the format's own writer: the widest first, so that every tensor is aligned in the file.
     names = sorted(kinds, key=lambda name: (-kinds[name].dtype.itemsize, name))
     index: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -361,8 +357,8 @@ def check_loads(model: nn.Module, first: Mapping[str, Tensor], saved: Kinds) -> 
         for name, one in _taken(module, prefix, held, saved).items():
             if prefix + name in saved and one is None:
                 del fresh[prefix + name]
-            elif prefix + name in saved:
-                fresh |= kinds_of({prefix + name: one})
+            elif one is not None and prefix + name in saved:
+                fresh[prefix + name] = Kind(tuple(one.shape), one.dtype)
     if found := differences(saved, fresh):
         raise CheckpointError(
             f"a fresh model does not load what this one saves: {'; '.join(found)}: give buffers that change in "
@@ -444,7 +440,7 @@ def _shares_in(path: Path, ranks: Ranks) -> tuple[Path, list[Held]]:
         return manifest
 
     manifest = ranks.agree("opening a checkpoint", opened)
-    every = range(manifest.world_size)
+    every = range(len(manifest.shares))
     mine = every[ranks.rank :: ranks.world_size]
     order = sorted(every, key=lambda rank: len(every) == ranks.world_size and rank not in mine)
     return found, ranks.agree(
@@ -461,9 +457,9 @@ def _gather(parallel: DataParallel, record: bytes) -> list[bytes]:
 
 def _notes(parallel: DataParallel, saved: Holding, state: State) -> Iterator[str]:
     """Yield what keeps the continuation from being exact."""
-    if saved.world_size != parallel.world_size:
+    if saved.header.world_size != parallel.world_size:
         yield (
-            f"saved by {saved.world_size} ranks, continued by {parallel.world_size}: random states and loader "
+            f"saved by {saved.header.world_size} ranks, continued by {parallel.world_size}: random states and loader "
             "positions are not restored"
         )
     kinds = {name.partition(".")[0] for name in saved.names}
@@ -475,8 +471,8 @@ def _notes(parallel: DataParallel, saved: Holding, state: State) -> Iterator[str
     dropped = [words for part, words in _AHEAD.items() if part in kinds and part not in state]
     if dropped:
         why = (
-            f"saved under {saved.strategy}, continued under {parallel.strategy.name}"
-            if saved.strategy != parallel.strategy.name
+            f"saved under {saved.header.strategy}, continued under {parallel.strategy.name}"
+            if saved.header.strategy != parallel.strategy.name
             else "other parameters are trained, or on other ranks, or in other buckets"
         )
         yield f"{why}: {' and '.join(dropped)} dropped"

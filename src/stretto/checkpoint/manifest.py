@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: JSON that says of what state it is, and how long each rank's share is, and its digest.
+"""The manifest of a checkpoint: JSON that says how long each rank's share is, and its digest.
 
 A share describes its own content (`stretto.share`): so ranks exchange nothing about it when they save.
 """
@@ -22,29 +22,16 @@ _MOST_BYTES = 2**24
 """Of the file: those of a quarter of a million ranks."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Manifest:
     """The description of one checkpoint."""
 
-    step: int
-    """Committed updates before it."""
-    world_size: int
-    strategy: str
-    optimizer: str
-    """Class of the user's optimizer."""
-    layout: str
-    """Digest of the layout that the ranks had agreed on; any other layout can read it."""
     shares: tuple[tuple[int, str], ...]
-    """Of each rank's file, its bytes and its digest."""
-
-    @property
-    def header(self) -> list[Any]:
-        """As in each of its shares."""
-        return [self.step, self.strategy, self.optimizer, self.world_size, self.layout]
+    """Of each rank's file, its bytes and its digest. All else is in the shares."""
 
     def write(self, folder: Path) -> None:
         """Write the file, down to the disk."""
-        content = {**dataclasses.asdict(self), "format": FORMAT}
+        content = {"shares": self.shares, "format": FORMAT}
         content["digest"] = _digest(content)
         with new_file(folder / FILE) as stream:
             stream.write(json.dumps(content).encode())
@@ -72,12 +59,7 @@ class Manifest:
                     f"{path} is of format version {version!r}, expected {FORMAT}: "
                     + (_OLDER if version in (1, 2) else "read it with the release that wrote it")
                 )
-            counts([content["step"], content["world_size"]])
-            shares = tuple((counts([size])[0], text(digest)) for size, digest in content["shares"])
-            if len(shares) != content["world_size"]:
-                raise ValueError(f"{len(shares)} shares of {content['world_size']} ranks")
-            fields = {name: text(content[name]) for name in ("strategy", "optimizer", "layout")}
-            return cls(step=content["step"], world_size=content["world_size"], **fields, shares=shares)
+            return cls(tuple((counts([size])[0], text(digest)) for size, digest in content["shares"]))
         except FileNotFoundError as error:
             raise TornCheckpoint(f"{path} is missing: the checkpoint is incomplete") from error
         except OSError as error:
@@ -87,7 +69,7 @@ class Manifest:
 
     def check_files(self, folder: Path) -> None:
         """Check that every rank's file is there in full length; raises as `check_file`."""
-        for rank in range(self.world_size):
+        for rank in range(len(self.shares)):
             self.check_file(folder, rank)
 
     def check_file(self, folder: Path, rank: int) -> Path:
@@ -121,9 +103,9 @@ class Manifest:
             raise TornCheckpoint(
                 f"{path} cannot be read ({error.strerror}); go back to an older checkpoint"
             ) from error
-        if found.header != self.header:
+        if (ranks := found.header.world_size) != len(self.shares):
             raise TornCheckpoint(
-                f"{path} is of {found.header}, expected {self.header}; go back to an older checkpoint"
+                f"{path} is of {ranks} ranks, expected {len(self.shares)}; go back to an older checkpoint"
             )
         return found
 

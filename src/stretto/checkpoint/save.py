@@ -1,6 +1,7 @@
 """Writes a checkpoint in steps that all ranks take together; the long ones may be taken during training."""
 
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,12 @@ from stretto.checkpoint.load import check_loads
 from stretto.checkpoint.manifest import Manifest, share_of
 from stretto.checkpoint.ranks import Ranks, check_job
 from stretto.continuation import Loader, check_loader
-from stretto.dealing import check_model, kinds_of, models
+from stretto.dealing import check_model, models
 from stretto.disk import folder_of, mapped, new_file, writing_to
 from stretto.errors import CheckpointError, ConfigError, TornCheckpoint
 from stretto.fields import is_count, shown
 from stretto.parallel import DataParallel
-from stretto.share import Held, hold, read_share
+from stretto.share import Held, hold, kinds_of, read_share
 
 
 def save(
@@ -87,7 +88,7 @@ def save(
                 blank = continuation.blank((), 0, same_strategy=False, same_layout=False)
             ranks.agree(
                 "planning to load the checkpoint that is being saved",
-                lambda: check_model(models(writing.held.kinds), kinds_of(blank["model"])),
+                lambda: check_model(models(kinds_of(writing.held.entries)), kinds_of(blank["model"])),
             )
         ranks.agree("packing a checkpoint", writing.pack)
         parallel.job.count_checkpoint()
@@ -133,11 +134,10 @@ class _Writing:
             CheckpointError: A fresh model would not load it.
         """
         user = self._parallel.job.model
-        check_loads(user.model, user.first_buffers, models(self.held.kinds))
+        check_loads(user.model, user.first_buffers, models(kinds_of(self.held.entries)))
         written = self.held.written()
-        self._share = written.num_bytes, written.digest
+        self._digest = written.digest
         self._chunks = iter([written.joined()]) if self.in_background else written.chunks()
-        self._header = self.held.header
         del self.held
 
     def steps(self) -> tuple[Step, ...]:
@@ -148,7 +148,7 @@ class _Writing:
         """Remove the written files."""
         self._chunks = iter(())
         if self._rank == 0:
-            folder.abandon(self.path.parent, self.path.name)
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _write(self, _: list[Any]) -> tuple[int, str]:
         """Write this rank's share, and compare the file with the job's state."""
@@ -166,26 +166,18 @@ class _Writing:
                 os.fsync(stream.fileno())
             content = mapped(path)
         try:
-            read_share(content, str(path), self._share[1])
+            read_share(content, str(path), self._digest)
         except TornCheckpoint as error:
             raise CheckpointError(
                 f"a value changed between the job and the file: {error}; save again, and test the memory of this rank"
             ) from error
-        return self._share
+        return len(content), self._digest
 
     def _commit(self, shares: list[Any]) -> None:
         """Complete the checkpoint, on rank 0."""
         if self._rank != 0:
             return
-        step, strategy, optimizer, world_size, layout = self._header
         with writing_to(self._folder):
-            Manifest(
-                step=step,
-                world_size=world_size,
-                strategy=strategy,
-                optimizer=optimizer,
-                layout=layout,
-                shares=tuple((size, digest) for size, digest in shares),
-            ).write(self._folder)
+            Manifest(tuple((size, digest) for size, digest in shares)).write(self._folder)
             folder.commit(self.path.parent, self.path.name)
             folder.prune(self.path.parent, self._keep)

@@ -154,7 +154,7 @@ class PartedTensor(Tensor):
         for start, stop in self.runs.wanted if not self.runs.values else ():
             self.runs.values.append((start, torch.empty(stop - start, dtype=self.dtype)))
         box, _ = self.boxes()[tuple(index.offset)]
-        found = self.run(box.start, box.numel)
+        found = self.run(box.start, math.prod(box.sizes))
         if found is None:
             raise CheckpointError(f"no values from {box.offsets} on: expected the boxes of {self!r}")
         return found.view(box.sizes)
@@ -168,10 +168,6 @@ class Box:
     sizes: tuple[int, ...]
     start: int
     """First element in the flattened tensor."""
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
 
 
 def cover(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:

@@ -163,10 +163,14 @@ def _join(segment: Segment, states: Mapping[Piece, PieceState], owned: Owned) ->
         elif value.dim() == 0:
             joined[key] = value.clone()
         else:
-            joined[key] = value.new_zeros(segment.master.numel())
+            flat, end = value.new_empty(segment.master.numel()), 0
             for piece in segment.pieces:
                 low = owned.offsets[piece.bucket] + piece.start - segment.start
-                joined[key][low : low + piece.numel] = states[piece][key]
+                flat[end:low] = 0  # padding; zeros everywhere would be a pass over memory more
+                end = low + piece.numel
+                flat[low:end] = states[piece][key]
+            flat[end:] = 0
+            joined[key] = flat
     return joined
 
 

@@ -10,11 +10,11 @@ Links, and entries with other names, are neither read nor removed.
 
 import contextlib
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from stretto.disk import doubt, make_folder, mapped
+from stretto.disk import doubt, make_folder, mapped, new_file
 from stretto.errors import CheckpointError
 from stretto.survive.shares import Generation, Share, named
 
@@ -72,18 +72,17 @@ class Folder:
             CheckpointError: There is no room.
         """
         path = self.path / share.name(generation, owner)
+        # Processes of several containers may write the same share.
+        part = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_PART}")
         try:
             self._make()  # what looks after `/dev/shm` may have removed it
-            descriptor, part = tempfile.mkstemp(prefix=f"{path.name}.", suffix=_PART, dir=self.path)
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(share.content)
-                os.replace(part, path)
-            except OSError:
-                Path(part).unlink(missing_ok=True)
-                raise
+            with new_file(part) as file:
+                file.write(share.content)
+            part.replace(path)
             return Share(share.owners, share.digest, mapped(path))
         except OSError as error:
+            with contextlib.suppress(OSError):
+                part.unlink()
             at = os.statvfs(self.path)
             free, whole = (blocks * at.f_frsize / 1e6 for blocks in (at.f_bavail, at.f_blocks))
             raise CheckpointError(

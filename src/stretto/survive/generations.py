@@ -58,11 +58,6 @@ class Memory:
         """The newest generation with a share in this process."""
         return max(self._shares, default=None)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all shares in this process."""
-        return sum(len(share.content) for shares in self._shares.values() for share in shares.values())
-
     def keep(
         self,
         parallel: DataParallel,
@@ -167,7 +162,10 @@ class Memory:
             self.forget()
             return None
         self._drop([one for one in self._shares if one > chosen])
-        mine = [owner for owner, ranks in holders[chosen].items() if _reader(owner, ranks) == parallel.rank]
+        # Of the ranks that hold a share, the one of its number reads it, whose it likely was.
+        found = holders[chosen].items()
+        readers = {owner: owner if owner in ranks else ranks[owner % len(ranks)] for owner, ranks in found}
+        mine = [owner for owner, reader in readers.items() if reader == parallel.rank]
         restored = load(
             parallel,
             [read_share(self._shares[chosen][owner].content, f"the share of rank {owner}") for owner in mine],
@@ -261,11 +259,6 @@ class Memory:
         ]
         was_whole = self._folder is not None and self._folder.was_whole
         return [self._knows_of_none, secrets.token_hex(4), self._machine, was_whole, inventory]
-
-
-def _reader(owner: int, ranks: Sequence[int]) -> int:
-    """Return the rank that reads a share, among its holders: if possible the one with the share's number."""
-    return owner if owner in ranks else ranks[owner % len(ranks)]
 
 
 def may_leave(machines: Sequence[str], wish: Sequence[int], *, together: bool) -> set[int]:
