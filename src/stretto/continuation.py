@@ -33,7 +33,7 @@ from stretto.engine.options import Options
 from stretto.engine.report import RankReport, RoundReport, Vote
 from stretto.engine.round import Round
 from stretto.engine.state import JobState, State
-from stretto.errors import CheckpointError, ConfigError, ForeignCheckpoint
+from stretto.errors import CheckpointError, ConfigError, ForeignCheckpoint, TornCheckpoint
 from stretto.feed import Feed
 from stretto.feed.again import has_state
 from stretto.flat import original_name
@@ -365,11 +365,14 @@ def unpack_entries(state: State) -> None:
 
     Raises:
         UnsafeValue: An entry contains an object that only pickle could read.
+        TornCheckpoint: An entry of a rank is not a dictionary.
     """
     for into, key, name in places(state):
         # Bytes of the model and the optimizer are the user's own.
         if type(into[key]) is bytes and not name.startswith(("model.", "optimizer.")):
             into[key] = unpack(into[key], repr(name))
+            if name.startswith(("rank.", "pass.", "replica.", "owed.")) and not isinstance(into[key], dict):
+                raise TornCheckpoint(f"{name!r} is no dictionary; go back to an older checkpoint")
 
 
 def places(state: State) -> Iterator[tuple[dict[str, Any], str, str]]:
