@@ -288,7 +288,7 @@ def _current_device() -> torch.device:
 
 
 def _seconds_until(folder: Path, step: int) -> float:
-    """Return the training time of the last update that a folder keeps; 0 where it keeps none."""
+    """Return the training time of the last update that a folder keeps; 0 if it keeps none."""
     kept = [one for one in read_json_lines(folder / "updates.jsonl") if one.get("step", math.inf) <= step]
     return float(kept[-1]["training_seconds"]) if kept else 0.0
 

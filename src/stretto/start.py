@@ -281,7 +281,7 @@ class Lane:
     """Performs the effects of guards, if there are any."""
 
     def watch(self, job: Job) -> None:
-        """Let guards hear of the job; they wait for its `began_again`."""
+        """Connect guards to the job; they wait for its `began_again`."""
         if self.interpreter is not None:
             job.model.listeners.append(GuardedRounds(job, self.interpreter))
 
@@ -420,7 +420,7 @@ def _lane_of(
     progress: Progress,
     node_group: NodeGroup | None,
 ) -> Lane:
-    """Put together what the strategy of `parts` brings into a job; all ranks must call.
+    """Build the strategy's parts of a job; all ranks must call it.
 
     Args:
         parts: The parts of the job.

@@ -82,7 +82,7 @@ VALUES = [
     ),
     (
         "--strategy auto --wire int2",
-        "--wire int2: a plan knows the prices of fp32, bf16, int8, rotated2, int4 alone",
+        "--wire int2: stretto plan has prices only for fp32, bf16, int8, rotated2, int4",
     ),
     ("--strategy auto --changes int4", "--changes int4: a plan prices one format"),
 ]

@@ -121,8 +121,8 @@ def load(
     Args:
         parallel: The job; its optimizer gets the saved hyperparameters too.
         source: One checkpoint, or a folder of them, of which the latest complete one is taken. Or the shares of a
-            state in memory (`hold`) that this rank has: its own as a rule, none on a rank that has come, several where
-            ranks have left.
+            state in memory (`hold`) that this rank has: its own as a rule, none on a new rank, several if ranks have
+            left.
         loader: This rank's. At the same world size `load` restores its position with `load_state_dict`, or, if it has
             none, by reading the pass's earlier batches again.
         partly: Load the parts that fit a model that has grown or changed: parameters and buffers of the same name,

@@ -53,7 +53,7 @@ class Position:
     """The position of one rank's loader."""
 
     step: int = 0
-    """Batches given out, over all epochs."""
+    """Number of returned batches, over all epochs."""
     fresh: int = 0
     """Fresh batches among them."""
     updates: int = 0
@@ -63,7 +63,7 @@ class Position:
     epoch_step: int = 0
     """Batches given out before this epoch."""
     epoch_fresh: int = 0
-    """Fresh batches given out before this epoch."""
+    """Number of fresh batches returned before this epoch."""
     epoch_updates: int = 0
     """Updates begun before this epoch."""
     in_epoch: bool = False

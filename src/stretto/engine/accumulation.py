@@ -136,7 +136,7 @@ class Accumulation:
             early_reduction.invalidate()
 
     def leave_out(self) -> None:
-        """Drop the round's gradients for good, but count its micro-batches."""
+        """Drop the round's gradients finally, but count its micro-batches."""
         count = self.contribution.count
         self.restart()
         self.contribution.count, self.is_left_out = count, True
@@ -281,4 +281,4 @@ class Accumulation:
 
 
 Accumulate: TypeAlias = Callable[[Sequence[Tensor], GradientBuffer], Accumulation]
-"""Makes an accumulation of its kind."""
+"""Constructs an accumulation, from parameters and a buffer."""

@@ -7,7 +7,7 @@ Note [The stages of a round]
     stage           meaning                                                                 end
     ACCUMULATING    micro-batches are counted; no round is closed                           the quota is met
     READY           a round is closed; the next forward or backward pass submits it         it is submitted
-    IN_FLIGHT       the communication lane has it; a strategy that overlaps accumulates     somebody has waited for it
+    IN_FLIGHT       the communication lane has it; a strategy that overlaps accumulates     a wait for it has ended
     ARRIVED         its values are known, and are installed next                            it is installed
 """
 
@@ -632,7 +632,7 @@ class ComputeLane:
         self.model.settle(buffer.views, gathered if is_mean else buffers)
 
     def _buffers(self, arrived: Round | None, *, meets: bool) -> list[Buffer]:
-        """Return the agreed buffers once `arrived` is installed, with writes at rest."""
+        """Return the agreed buffers once `arrived` is installed, with writes between updates."""
         buffer_sync, round_index = self.buffer_sync, self.comm.progress.round_index
         if not buffer_sync.names:
             return []

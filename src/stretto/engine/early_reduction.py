@@ -67,7 +67,7 @@ class EarlyReduction:
         """Continue while nothing has to be waited for.
 
         Args:
-            come: Returns the views of a bucket's gradients once all of them have come, otherwise None.
+            come: Returns the views of a bucket's gradients once all of them are ready, otherwise None.
         """
         while self._awaited is not None:
             if isinstance(self._awaited, int):

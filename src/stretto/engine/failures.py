@@ -163,7 +163,7 @@ class FailureDetector:
         return error
 
     def let_go(self) -> None:
-        """Drop the kept collectives, which hold what they have sent: at the start, a copy of the model."""
+        """Drop the kept collectives, which hold the sent tensors: at the start, a copy of the model."""
         self._completed.clear()
 
     def tell(self, error: BaseException, *, is_users: bool = False) -> bool:

@@ -83,7 +83,7 @@ class UserModel:
         self.first_buffers = {
             original_name(name): one.detach().to("meta") for name, one in model.named_buffers()
         }
-        """Kinds of the buffers when the model was wrapped, as in a fresh model that loads."""
+        """Shapes and dtypes of the buffers when the model was wrapped, which a fresh model has when it loads."""
         self._settled_until_training = False
         self._committed: Sequence[Tensor] | None = None
         """The values that `settle` shows."""
@@ -239,7 +239,7 @@ class UserModel:
     def show_again(self) -> bool:
         """Restore the values from before `settle`; return whether these are parameters that were never replaced.
 
-        Buffers that somebody has written since stay as they are.
+        Buffers that were written since are not changed.
         """
         before, self.saved_view, self._committed = self.saved_view, None, None
         if before is not None:

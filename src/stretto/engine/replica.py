@@ -218,7 +218,7 @@ class Replica:
         """Begin to sum a round's gradients over ranks; nothing is sent before the result continues.
 
         Args:
-            buffer: The gradients; as long as they may leave early, they stay as they are.
+            buffer: The gradients; not changed while they may be sent early.
             contribution: Says which parameters are used, once the round is whole.
         """
         transfers, sums, prepare = self._begin_sum(buffer, contribution)

@@ -82,7 +82,7 @@ class Exchange:
     Buffers are one tensor per flat set, padded as the layout says. Reductions are an all-to-all and a sum by the owner:
     the wire volume is a ring's, the result does not depend on the topology, sums are at least float32 on any wire, and
     the owner sees every contribution alone. On nodes only the sum over a node, and what owners publish, cross to other
-    nodes: sums are associated in another way, but for nodes of one rank.
+    nodes: sums are associated in another way, except for nodes of one rank.
 
     Args:
         group: Used by no other code.

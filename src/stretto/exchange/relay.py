@@ -26,8 +26,8 @@ def relay(
         to: The rank to which each sends its own.
 
     Returns:
-        What it starts, each to be waited for before the next is asked for, and by rank the place of what arrives, which
-        is whole when nothing is started any more.
+        The started collectives, each of which the caller completes before it requests the next, and by sender the
+        memory of the received bytes, which is complete after the last collective.
     """
     rank, ranks = group.rank(), range(group.size())
     all_to_all = method_of(group, "all_to_all_single")

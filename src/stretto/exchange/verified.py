@@ -38,7 +38,7 @@ _as_stored = cache(partial(PlainWire, ""))
 
 
 class _Arrived(NamedTuple):
-    """The rows of a bucket that have arrived on one level, or a sum of them, before anybody has looked at them."""
+    """The rows of a bucket that have arrived on one level, or a sum of them, before they are checked."""
 
     site: str
     bucket: int
@@ -123,7 +123,7 @@ class VerifiedExchange(Exchange):
         self._arrived.append(_Arrived("contribution", index, level.where, ranks, *checked))
 
     def gather_parts(self, level: Level, index: int, own: Tensor, whole: Tensor, what: str) -> Transfer:
-        """Bring the ranks of a level what this one has, sealed; note what comes damaged from them."""
+        """Send this rank's values, sealed, to the ranks of a level; note the damaged rows that arrive from them."""
         wire, numel = _as_stored(whole.dtype), own.numel()
         count, place, first = len(level.ranks), level.ranks.index(self.rank), self._seed(level, index)
         sealed = self._rows("sealed", index, (1, numel, wire), whole.device)

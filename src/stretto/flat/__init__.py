@@ -1,4 +1,4 @@
-"""Flat storage: which element of which parameter is where, and who owns it."""
+"""Flat storage: the place of every element of every parameter, and its owner."""
 
 from stretto.flat.fitting import check_parameters, original_name
 from stretto.flat.layout import (

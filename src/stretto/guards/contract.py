@@ -69,7 +69,7 @@ class Fingerprint:
     The parts are the values that the model will show next; with a replicated optimizer, masters and optimizer state;
     anchors, if ranks send changes, and under outer steps these alone while replicas differ; and with a strategy that
     does not overlap, fixed tensors: frozen parameters and integer buffers. Answer: 64-bit digests by part, in the
-    same order on all ranks. The digest is 0 for a fixed tensor that somebody has written; such a part is not
+    same order on all ranks. The digest is 0 for a fixed tensor that was written; such a part is not
     compared.
     """
 

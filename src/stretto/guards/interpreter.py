@@ -123,7 +123,7 @@ class GuardInterpreter:
                 yield from getattr(guard, moment)()
 
     def run(self, moment: Moment) -> None:
-        """Perform the effects of all guards at a moment; the communication lane must be at rest."""
+        """Perform the effects of all guards at a moment; the communication lane must be idle."""
         script, performers, answer = self.ask(moment), self.performers, None
         while True:
             try:

@@ -151,7 +151,7 @@ class GuardedRounds(Listener):
 
     Args:
         job: This rank's job.
-        interpreter: Performs the guards' effects while the job is at rest.
+        interpreter: Performs the guards' effects while the job is idle.
     """
 
     def __init__(self, job: Job, interpreter: GuardInterpreter) -> None:

@@ -164,7 +164,8 @@ class StrettoStrategy(DDPStrategy):
             self._stopped_by_any = StoppedByAny(trainer, callbacks, self.by_rank)
             self._stand_in(trainer)
 
-    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:  # type: ignore[override]  # DDP returns its wrapper
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:  # type: ignore[override]  # DDP returns its
+    wrapper
         """Return the model itself; DDP would wrap it."""
         return model
 
@@ -182,7 +183,7 @@ class StrettoStrategy(DDPStrategy):
         return None
 
     def end_job(self) -> None:
-        """End the job, before other callbacks hear of the end; the model shows committed parameters."""
+        """End the job, before other callbacks receive the end; the model shows committed parameters."""
         self._is_running = False
         self._present.drop()
         self._job.finish()

@@ -1,4 +1,4 @@
-"""Where the ranks of another trainer meet, and hear of one that has failed.
+"""Where the ranks of another trainer meet, and raise if one has failed.
 
 Note [A trainer's own collectives]
     A trainer runs its own collectives to log, evaluate and save. They learn of no failure: in such a collective a

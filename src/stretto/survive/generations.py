@@ -131,9 +131,9 @@ class Memory:
     ) -> Restored | None:
         """Load the newest generation that the ranks hold together into a job; all ranks must call it.
 
-        It returns None if nothing has been kept yet, or nothing after `at_least` updates. Every share of the generation
-        is there twice again after this. Newer generations are dropped: they are not whole, and never will be. Every
-        state kept after this is newer than all states of any rank.
+        It returns None if nothing has been kept yet, or nothing after `at_least` updates. Afterwards every share of the
+        generation exists twice again. Newer generations are dropped: they are not whole, and never will be. Every state
+        kept after this is newer than all states of any rank.
 
         Raises:
             TornCheckpoint: No generation is whole: ranks have died together with the ranks that held their copies.

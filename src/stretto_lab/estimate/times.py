@@ -119,7 +119,7 @@ class Bill:
     shared: float
     """Bytes per parameter that all ranks hold together, out of `Time.memory_bytes`."""
     core_whole: float
-    """Seconds per parameter in which a core packs what it sends to all ranks, and reads what all send."""
+    """Seconds per parameter in which a core packs its own values for all ranks, and unpacks theirs."""
     core_shared: float
     """Seconds per parameter in which all ranks together pack the values that they publish."""
     parts: Sequence[Part]

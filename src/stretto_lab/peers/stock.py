@@ -79,8 +79,8 @@ class PowerSGDOptions:
     """Options of PowerSGD."""
 
     whole_updates: int = 2
-    """Number of first updates that send whole gradients: the minimum of PyTorch, because they decide on slow links.
-    PyTorch advises as many as the learning rate's warm-up has."""
+    """Number of first updates that send whole gradients: PyTorch's minimum, because on slow links they take most of the
+    time. PyTorch advises as many as the learning rate's warm-up has."""
 
     def __post_init__(self) -> None:
         check_fields(self)

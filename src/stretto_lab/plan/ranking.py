@@ -52,7 +52,7 @@ class PlanConfig(Job[TaskT]):
         if any(ranks < 1 for ranks in self.ranks):
             raise ConfigError(f"ranks={self.ranks}: expected at least 1")
         if self.wire not in WIRES:
-            raise ConfigError(f"wire={self.wire!r}: a plan knows the prices of {', '.join(WIRES)} alone")
+            raise ConfigError(f"wire={self.wire!r}: stretto plan has prices only for {', '.join(WIRES)}")
         if self.changes is not None:
             raise ConfigError(
                 f"changes={self.changes!r}: a plan prices one format for everything that a rank sends: remove "

@@ -137,7 +137,7 @@ def budget_of(run: RunConfig[TaskT], world_size: int, total: int | None = None) 
         total: Micro-batches of all ranks together in an update, if fixed.
 
     Raises:
-        ConfigError: The ranks' counts could differ.
+        ConfigError: Ranks could count the spent budget differently.
     """
     samples, updates = run.samples, run.planned_updates
     if samples is None:

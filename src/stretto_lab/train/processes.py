@@ -74,7 +74,7 @@ class Workers:
         self._context = _context()
         self._workers: list[Worker] = []
         self.stop_signal: int | None = None
-        """The last one that has come."""
+        """The last received signal."""
         self._are_started = False
 
     def start(self, body: Callable[..., None], *args: Any) -> Worker:
