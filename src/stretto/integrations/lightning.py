@@ -164,8 +164,7 @@ class StrettoStrategy(DDPStrategy):
             self._stopped_by_any = StoppedByAny(trainer, callbacks, self.by_rank)
             self._stand_in(trainer)
 
-    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:  # type: ignore[override]  # DDP returns its
-    wrapper
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:  # type: ignore[override]  # DDP returns its wrapper
         """Return the model itself; DDP would wrap it."""
         return model
 
