@@ -11,25 +11,25 @@
       UsageError (ValueError)               calls in an order that would corrupt the run
         LossNotScalar
         StepWithoutBackward
-        GradientsTouched                    gradients were clipped, replaced or changed by other hands
+        GradientsTouched                    user code clipped, replaced or changed gradients
         ParametersTouched                   parameters were replaced or written after wrapping
         OptimizerStepped                    user code stepped the optimizer
-        EstimateShown                       user code asked for committed parameters while the model shows an estimate
+        EstimateShown                       a call needs committed parameters, but the model shows an estimate
         Finished                            use after `finish` or after an error
         OutOfTurn                           a call, save or settling at the wrong moment
         BatchChanged                        a batch was written in place before its next use
         UnusedParameters                    parameters that no rank has used
       NonFinite (ArithmeticError)           a loss or gradient is not finite
-        ReplicaNonFinite                    on this rank, which steps alone; the others hear of it
+        ReplicaNonFinite                    on a rank that steps alone; the other ranks raise it too
       CommunicationError (RuntimeError)
         PeerFailed                          another rank died or raised
         PeerSilent (TimeoutError)           another rank stopped answering
-        LeftOut                             the others continue without this process
-        NoWayOn                             every rank's place is known, on a virtual cluster
+        LeftOut                             the other ranks continue without this process
+        NoWayOn                             ranks of a virtual cluster cannot continue together
           CollectivesDisagree               ranks called different collectives
           Deadlock                          no rank can continue
       CorruptionError (RuntimeError)        values changed where nothing may change them, and the job ends
-        TransferCorrupt                     sent again as often as allowed, and always arrived damaged
+        TransferCorrupt                     every allowed repeat arrived damaged
         StateCorrupt                        masters or optimizer state damaged beyond repair
         ReplicasDiverged                    replicas differ, and no majority shows which rank is right
         Quarantined                         repaired every time, but too often attributed to one rank or link

@@ -22,7 +22,7 @@ class Weights:
         self._rank = rank
         self._buckets = buckets
         self._since = np.zeros((fragments, world_size))
-        """Each rank's contribution since each fragment was last sent, up to the last launch of any fragment."""
+        """By fragment and rank: the contribution between the fragment's last launch and the last launch of all."""
         self._left_with = np.zeros_like(self._since)
         """Each rank's contribution when each fragment was last sent, or when all replicas became their mean."""
         self._differ = np.zeros(fragments, dtype=bool)

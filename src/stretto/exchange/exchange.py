@@ -188,7 +188,7 @@ class Exchange:
         return incidents
 
     def count_sent(self, num_bytes: int) -> None:
-        """Count what this rank sends without the exchange."""
+        """Count bytes that this rank sends outside the exchange."""
         self.sent_bytes += num_bytes
 
     def keep_gradients(self) -> None:
