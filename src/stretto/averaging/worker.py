@@ -27,8 +27,8 @@ from stretto.strategies import Strategy
 from stretto.strategies.ledger import Ledger
 
 WITHOUT_DATA = (Vote.DATA_ENDED, Vote.PASS_LEFT, Vote.FINISHING)
-"""Votes of ranks whose worker averages whenever the others do, once all its ranks have such a vote: ranks can agree
-on an end only at an average."""
+"""If all ranks of a worker have one of these votes, it averages whenever other workers do: ranks can agree on an end
+only at an average."""
 
 
 class Worker:

@@ -34,11 +34,11 @@ def check_memory(named: Sequence[Named]) -> None:
         if is_placed and (place := tensor.untyped_storage().data_ptr()):
             by_storage[place].append((name, tensor))
     for members in by_storage.values():
-        if not _lie_apart(members):
+        if not _are_disjoint(members):
             _check_elements(members)
 
 
-def _lie_apart(members: Sequence[Named]) -> bool:
+def _are_disjoint(members: Sequence[Named]) -> bool:
     """Return whether the tensors of one storage are blocks that do not overlap, as is usual."""
     blocks = sorted((t.storage_offset() * t.itemsize, t.numel() * t.itemsize) for _, t in members)
     is_dense = all(tensor.is_contiguous() for _, tensor in members)

@@ -76,7 +76,7 @@ class Meeting:
         while not self._store.check(["all"]):
             self._raise_if(self._dead())
             if time.monotonic() > deadline:
-                late = [rank for rank in range(len(self._ranks)) if not self._has_come(rank)]
+                late = [rank for rank in range(len(self._ranks)) if not self._has_arrived(rank)]
                 raise CommunicationError(
                     f"rank {self._rank}: no group over ranks {list(self._ranks)}: its ranks {late} did not "
                     f"come within {self._timeout_seconds:g} s; see their output"
@@ -147,13 +147,13 @@ class Meeting:
         still = watched & {connection.name for connection in connections()}
         cut_off = []
         for rank in range(len(self._ranks)):
-            if rank != self._rank and self._has_come(rank):
+            if rank != self._rank and self._has_arrived(rank):
                 shared = watched.intersection(self._store.get(f"connections/{rank}").decode().split())
                 if shared and shared.isdisjoint(still):
                     cut_off.append(rank)
         return cut_off
 
-    def _has_come(self, rank: int) -> bool:
+    def _has_arrived(self, rank: int) -> bool:
         return self._store.check([f"connections/{rank}"])
 
     def _first_found(self, dead: dict[int, str]) -> dict[int, str]:

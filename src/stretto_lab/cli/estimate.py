@@ -45,7 +45,7 @@ def print_estimate(words: Sequence[str]) -> None:
         + (fold(limit) + "\n" if time.core_seconds > time.wire_seconds else "")
         + fold(
             f"{base.seconds / choice.time.seconds:.2f} times as fast as zero1 on fp32. Nats: of held-out loss per "
-            "byte, measured with a small GPT, averages on the next larger of 2, 8 and 32 ranks; a difference up to "
+            "byte, measured with a small GPT; for averages, with 2, 8 or 32 ranks (rounded up). A difference up to "
             f"{SMALL} is too close to call, since seeds differ by as much. Sent: by a rank per update. Waits: the "
             "share of an update that waits for the link. Memory is without activations. All times are computed, not "
             "measured: `stretto plan` measures."
