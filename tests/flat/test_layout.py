@@ -88,20 +88,16 @@ def test_slots_hold_every_parameter_once_and_owned_ranges_cover_every_set_once(s
 def test_no_rank_sends_another_less_than_16_kib_of_a_bucket_however_many_ranks_there_are(wire: str) -> None:
     model = nn.utils.skip_init(nn.Linear, 2**13, 2**12)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    bytes_per_value = min(4.0, WIRES[wire].bytes_per_value)  # no value is sent in more than it is stored in
+    bytes_per_value = WIRES[wire].bytes_per_value
+    on_wire = min(4.0, bytes_per_value)  # no value is sent in more than it is stored in
     for ranks in (2, 3, 8, 64, 100, 1024):
         layout, _ = plan_layout(
-            model,
-            optimizer,
-            world_size=ranks,
-            bucket_bytes=None,
-            widen=True,
-            bytes_per_value=WIRES[wire].bytes_per_value,
+            model, optimizer, world_size=ranks, bucket_bytes=None, widen=True, bytes_per_value=bytes_per_value
         )
-        sent = [bucket.numel / ranks * bytes_per_value for bucket in layout.buckets]
+        sent = [bucket.numel / ranks * on_wire for bucket in layout.buckets]
         # One bucket takes what is left over; slices are rounded to `ALIGNMENT`.
         assert sorted(sent)[1 if len(sent) > 1 else 0] > 0.9 * min(MESSAGE_BYTES, sum(sent)), ranks
-        assert len(sent) > 1 or layout.numel * bytes_per_value < 1.1 * ranks * MESSAGE_BYTES, ranks
+        assert len(sent) > 1 or layout.numel * on_wire < 1.1 * ranks * MESSAGE_BYTES, ranks
 
 
 def test_groups_stay_together_and_late_parameters_come_first() -> None:
