@@ -527,7 +527,7 @@ class Feed:
 
     @property
     def unsaved(self) -> str:
-        """What only the loader's own state can restore of the last pass: "loop" (without `feed`), "draws", or nothing."""
+        """What only the loader's own state restores of the last pass: "loop" (without `feed`), "draws", or nothing."""
         if self._is_unfed:
             return "loop"
         return "draws" * (self._pass is not None and bool((self._pass.draws or {}).get("generators")))
