@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from experiments.campaign.promises import (
     AUDITABLE,
@@ -13,6 +14,7 @@ from experiments.campaign.promises import (
     STRATEGIES_OF,
     Promise,
     between_two,
+    left_out,
     weakened,
 )
 from stretto.guards import Audit
@@ -25,6 +27,10 @@ beside the other."""
 CAMPAIGNED = STRATEGIES_OF["all"]
 """Strategies that are struck: all that the page promises something for, but `local`, whose ranks hear of incidents only
 at their averages (tests/paft/test_guards.py)."""
+LOOPS: tuple[Literal["micro_batch", "backward"], ...] = ("micro_batch", "backward")
+_REPAIR_SHARE = 0.5
+"""Share of the faults of these sites, whose repair runs micro-batches again, that are followed by another one in it."""
+_RUN_AGAIN: tuple[Site, ...] = ("shown parameters", "frozen parameters", "buffers")
 _WORD_PATTERNS: tuple[Pattern, ...] = ("flip", "word", "nan")
 _WORD_WEIGHTS = (80, 19, 1)
 """How often each of them is drawn, in percent: one or a few wrong bits mostly, NaN once in a hundred."""
@@ -84,16 +90,19 @@ class JobKind:
     """How many there are."""
     wire: str = "fp32"
     """"int8" where what only a packed wire keeps is struck."""
+    loop: Literal["micro_batch", "backward"] = "micro_batch"
+    """What it calls. Guards cannot run a backward pass again: they leave what a damaged one has given out."""
 
 
 def kinds_of_jobs() -> list[JobKind]:
     """Return all kinds of jobs that a campaign strikes."""
     wires: tuple[str, ...] = ("fp32", "int8")
     return [
-        JobKind(strategy=strategy, ranks=ranks, wire=wire)
+        JobKind(strategy=strategy, ranks=ranks, wire=wire, loop=loop)
         for strategy in CAMPAIGNED
         for ranks in RANKS
         for wire in wires
+        for loop in LOOPS
     ]
 
 
@@ -111,6 +120,8 @@ class DrawnFault:
     """Its instant follows from `moment`, once it is known how often the job can be struck."""
     moment: float
     """When it strikes: the share of the site's opportunities that pass before, below 1."""
+    in_repair: Site | None = None
+    """What is damaged once more while the guard that has found it runs micro-batches again, on the same rank."""
 
     @property
     def rank(self) -> int:
@@ -121,7 +132,9 @@ class DrawnFault:
     def promise(self) -> Promise:
         """What is promised about it."""
         promise = between_two(self.row) if self.job.ranks == 2 else self.row
-        return weakened(promise) if self.lasts else promise
+        if self.job.loop == "backward" and promise.site in _RUN_AGAIN:
+            promise = left_out(promise)
+        return weakened(promise) if self.lasts or self.in_repair else promise
 
     @property
     def lasts(self) -> bool:
@@ -152,9 +165,16 @@ def draw_faults(seed: int) -> Iterator[DrawnFault]:
     for number, (row, strategy) in enumerate(itertools.cycle(cells)):
         chance = random.Random(f"{seed}/{number}")
         wire: str = "int8" if row.site in ("error memory", "anchor") else "fp32"
-        job = JobKind(strategy=strategy, ranks=chance.choice(RANKS), wire=wire)
+        loop = (
+            "micro_batch" if row.audit_rate is not None else chance.choice(LOOPS)
+        )  # an audit runs them again
+        job = JobKind(strategy=strategy, ranks=chance.choice(RANKS), wire=wire, loop=loop)
         fault = _draw_fault(row, job.ranks, chance)
-        yield DrawnFault(number=number, row=row, job=job, fault=fault, moment=chance.random())
+        again = loop == "micro_batch" and row.site in _RUN_AGAIN and chance.random() < _REPAIR_SHARE
+        in_repair = chance.choice(_RUN_AGAIN) if again else None
+        yield DrawnFault(
+            number=number, row=row, job=job, fault=fault, moment=chance.random(), in_repair=in_repair
+        )
 
 
 def _draw_fault(row: Promise, ranks: int, chance: random.Random) -> Fault:

@@ -177,6 +177,11 @@ def between_two(promise: Promise) -> Promise:
     return dataclasses.replace(promise, named=None, endings=("error",))
 
 
+def left_out(promise: Promise) -> Promise:
+    """Return what remains of a promise where guards cannot run a damaged micro-batch again, and leave it out."""
+    return dataclasses.replace(promise, endings=tuple(sorted({*promise.endings, "different"})))
+
+
 def weakened(promise: Promise) -> Promise:
     """Return what remains of a promise if the fault strikes again and again.
 

@@ -7,11 +7,14 @@ many there are is known from the golden run: the same job without a fault. Every
 import copy
 import dataclasses
 import functools
+import random
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import distributed as dist
+from torch import nn
 
 from experiments.campaign.drawing import RANKS, DrawnFault, JobKind
 from stretto.checksums import digest
@@ -52,6 +55,8 @@ class Trial:
     """Of the task."""
     fault: Fault | None = None
     """What strikes it."""
+    in_repair: Site | None = None
+    """What is struck once more where a guard runs a micro-batch again, on the same rank."""
     updates: int = 4
     """Committed updates before the drain."""
     micro_batches: int = 2
@@ -144,7 +149,7 @@ def _run_on_rank(group: dist.ProcessGroup, trial: Trial, result: RankResult) -> 
         )
         strike_memory(parallel, injector)
         made = {site: injector.opportunities(site) for site in _SITES}
-        _train(parallel, task, trial.updates, result)
+        _train(parallel, task, trial, result)
     except Exception as error:
         result.error = f"{type(error).__name__}: {error}"
         result.ended_at = 1 if parallel is None else parallel.steps + 1
@@ -163,7 +168,7 @@ def _built(config: TaskConfig, rank: int, world_size: int, seed: int) -> Task:
 
 
 def add_constants(task: Task) -> None:
-    """Freeze one of the task's parameters and make another one a buffer, so that both can be struck."""
+    """Freeze one of the task's parameters, make another one a buffer, and add running statistics."""
     found = [
         (module, name, parameter)
         for module in task.model.modules()
@@ -173,12 +178,20 @@ def add_constants(task: Task) -> None:
     large = [one for one in found if one[2].numel() >= _LARGE and uses[id(one[2])] == 1]
     if len(large) < 3:
         return
+    first = next(one for one in task.model.modules() if isinstance(one, nn.Linear))
+    first.statistics = nn.BatchNorm1d(first.out_features, affine=False)
+    first.register_forward_hook(_normed)
     large[-2][2].requires_grad_(False)
     module, name, parameter = large[-1]
     for group in task.optimizer.param_groups:
         group["params"] = [held for held in group["params"] if held is not parameter]
     delattr(module, name)
     module.register_buffer(name, parameter.detach())
+
+
+def _normed(module: nn.Module, _: Any, result: torch.Tensor) -> torch.Tensor:
+    statistics: Any = module.statistics
+    return cast(torch.Tensor, statistics(result.flatten(0, -2)).view_as(result))
 
 
 def _make_injector(trial: Trial, rank: int) -> Injector:
@@ -188,13 +201,25 @@ def _make_injector(trial: Trial, rank: int) -> Injector:
     return Injector(FaultPlan(tuple(Fault(site=site, rank=rank, instant=_NEVER) for site in _SITES)), rank)
 
 
-def _train(parallel: DataParallel, task: Task, updates: int, result: RankResult) -> None:
-    """Train until `updates` are returned, drain, and evaluate."""
-    batches = iter(task.loader)
-    returned = 0
-    while returned < updates:
-        batch = next(batches)
-        if update := parallel.micro_batch(lambda given: task.loss(task.model, given).value, batch):
+def _train(parallel: DataParallel, task: Task, trial: Trial, result: RankResult) -> None:
+    """Train until so many updates are returned, drain, and evaluate."""
+    batches, returned = iter(task.loader), 0
+    fault = trial.fault if trial.fault is not None and trial.fault.rank == parallel.rank else None
+    in_repair = None if fault is None else trial.in_repair
+    run: list[Any] = []
+
+    def loss(batch: Any) -> torch.Tensor:
+        nonlocal in_repair
+        if fault is not None and in_repair is not None and any(one is batch for one in run):
+            _flip(task.model, in_repair, fault.seed)
+            in_repair = None
+        run.append(batch)
+        return task.loss(task.model, batch).value
+
+    while returned < trial.updates:
+        batch, backward = next(batches), trial.job.loop == "backward"
+        update = parallel.backward(loss(batch)) if backward else parallel.micro_batch(loss, batch)
+        if update:
             returned += 1
             result.rounds = update.round_index + 1
             result.incidents += update.incidents
@@ -202,9 +227,23 @@ def _train(parallel: DataParallel, task: Task, updates: int, result: RankResult)
         result.rounds = update.round_index + 1
         result.incidents += update.incidents
     result.incidents += parallel.late_incidents
-    parameters = torch.cat([parameter.detach().view(-1) for parameter in task.model.parameters()])
-    result.parameters = digest(parameters)
+    values = [
+        one.detach() for one in (*task.model.parameters(), *task.model.buffers()) if one.is_floating_point()
+    ]
+    result.parameters = digest(torch.cat([one.reshape(-1) for one in values]))
     result.loss = task.evaluate(task.model)
+
+
+def _flip(model: nn.Module, site: Site, seed: int) -> None:
+    """Flip a bit of a tensor of the model behind PyTorch's back."""
+    found = {
+        "shown parameters": [one for one in model.parameters() if one.requires_grad],
+        "frozen parameters": [one for one in model.parameters() if not one.requires_grad],
+        "buffers": [one for one in model.buffers() if one.numel() >= _LARGE],
+    }[site]
+    chance = random.Random(seed)
+    content = chance.choice(found).detach().reshape(-1).numpy().view(np.uint8)
+    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,7 +261,9 @@ class GoldenRun:
         start = made if drawn.fault.site == "round report" and not self.trial.is_guarded else 0
         if drawn.fault.site == "buffers":  # which of them forward passes write is known after the first round
             start = self.trial.micro_batches_per_round
-        return dataclasses.replace(self.trial, fault=drawn.fault_within(start, stop), audit=drawn.audit)
+        return dataclasses.replace(
+            self.trial, fault=drawn.fault_within(start, stop), audit=drawn.audit, in_repair=drawn.in_repair
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
