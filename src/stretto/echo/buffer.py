@@ -90,10 +90,12 @@ class EchoBuffer:
         Raises:
             BatchChanged: A tensor of the batch was written in place since the batch arrived.
         """
-        if held.uses and (change := change_of(held)):
-            raise BatchChanged(
-                f"step {step}: {change} before its next use: expected an unchanged batch; write into a copy"
-            )
+        for path, tensor, before in held.writes if held.uses else ():
+            if (now := _num_writes(tensor)) != before:
+                raise BatchChanged(
+                    f"step {step}: {path} of shape {tuple(tensor.shape)} in fresh batch {held.number} was written in "
+                    f"place {now - before} times before its next use: expected an unchanged batch; write into a copy"
+                )
         held.uses += 1
         held.update = update
         if parameters is not None:
@@ -145,14 +147,3 @@ def _alias(tensor: Tensor) -> Tensor:
 
 def _num_writes(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def change_of(held: HeldBatch) -> str:
-    """Describe a write into a batch since its arrival; empty if there was none."""
-    for path, tensor, before in held.writes:
-        if (now := _num_writes(tensor)) != before:
-            return (
-                f"{path} of shape {tuple(tensor.shape)} in fresh batch {held.number} was written in place "
-                f"{now - before} times"
-            )
-    return ""

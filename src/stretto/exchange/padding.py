@@ -4,12 +4,10 @@ A wire that rotates a block adds noise to all of it, including padding. That noi
 gradient, and masters would keep it.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from stretto.flat import Bucket, Layout, Slot
+from stretto.flat import Layout
 
 
 class Padding:
@@ -39,18 +37,16 @@ class Padding:
         found: dict[int, tuple[Tensor, Tensor]] = {}
         for set_index, flat in enumerate(layout.sets):
             indices = [index for index, bucket in enumerate(layout.buckets) if bucket.set_index == set_index]
-            places = [
-                place for index in indices for place in self._in_bucket(layout.buckets[index], slots[index])
-            ]
+            places = []
+            for index in indices:
+                bucket = layout.buckets[index]
+                is_padding = torch.full((bucket.numel,), bool(layout.slots))
+                for slot in slots[index]:
+                    first, last = max(slot.start, bucket.start), min(slot.stop, bucket.stop)
+                    is_padding[first - bucket.start : last - bucket.start] = False
+                own = is_padding.view(layout.world_size, -1)[self._rank]
+                places += [some.nonzero().view(-1) for some in (is_padding, own)]
             if places:
                 copies = torch.cat(places).to(flat.device).split([len(place) for place in places])
                 found |= zip(indices, zip(copies[::2], copies[1::2], strict=True), strict=True)
         return [found[index] for index in range(len(layout.buckets))]
-
-    def _in_bucket(self, bucket: Bucket, slots: Sequence[Slot]) -> list[Tensor]:
-        is_padding = torch.full((bucket.numel,), bool(self._layout.slots))
-        for slot in slots:
-            first, last = max(slot.start, bucket.start), min(slot.stop, bucket.stop)
-            is_padding[first - bucket.start : last - bucket.start] = False
-        own = is_padding.view(self._layout.world_size, -1)[self._rank]
-        return [some.nonzero().view(-1) for some in (is_padding, own)]

@@ -25,7 +25,7 @@ from stretto.exchange.rows import (
     seeds_to_receivers,
 )
 from stretto.exchange.scratch import IN_FLIGHT
-from stretto.exchange.sums import Terms, is_plausible_sum, sampled
+from stretto.exchange.sums import is_plausible_sum, sampled
 from stretto.exchange.transfer import Level, Place, Transfer, Transfers, filled
 from stretto.exchange.wire import PlainWire, Wire
 from stretto.records import Incident
@@ -118,7 +118,15 @@ class VerifiedExchange(Exchange):
         outgoing.seal(by_rank, drawn, seeds_to_receivers(first, own))
         received = self._rows("received", index, kind, total.device)
         yield self.send(level, received.memory, outgoing.memory), f"reduction of bucket {index}{level.where}"
-        self._sum_twice(level, index, received.read("sums", self.round_index, ranks), total)
+        terms = received.read("sums", self.round_index, ranks)
+        again = self.scratch("again", index, total.numel(), total.dtype, total.device)
+        for into in (total, again):
+            self.add_up(terms.by_rank, into)
+        is_doubted = index in self._doubted
+        looked_at = (terms.values, total) if is_doubted else (terms.sampled, sampled(total))
+        is_right = same_bytes(total, again) & is_plausible_sum(*looked_at)
+        self._arrived.append(_Arrived("sum", index, level.where, [self.rank], True, is_right))
+        # Behind the sums: a row that changes in its memory before or between them is noticed too.
         checked = received.opened(seeds_from_senders(first, own))
         self._arrived.append(_Arrived("contribution", index, level.where, ranks, *checked))
 
@@ -200,16 +208,6 @@ class VerifiedExchange(Exchange):
             for index in sorted({lost.index for lost in missing}):
                 super().perform([partial(transfer, index)])  # one at a time: any two may share scratch memory
 
-    def _sum_twice(self, level: Level, index: int, terms: Terms, total: Tensor) -> None:
-        """Sum `terms` twice, and note whether both are equal to the bit, and plausible."""
-        again = self.scratch("again", index, total.numel(), total.dtype, total.device)
-        for into in (total, again):
-            self.add_up(terms.by_rank, into)
-        is_doubted = index in self._doubted
-        looked_at = (terms.values, total) if is_doubted else (terms.sampled, sampled(total))
-        is_right = same_bytes(total, again) & is_plausible_sum(*looked_at)
-        self._arrived.append(_Arrived("sum", index, level.where, [self.rank], True, is_right))
-
     def _rows(self, role: str, index: int, kind: tuple[int, int, Wire], device: torch.device) -> Rows:
         """Return memory for the rows of a transfer; `kind` is as in `Rows`."""
         key, (count, numel, wire) = (role, index % IN_FLIGHT, device), kind
@@ -231,17 +229,13 @@ class VerifiedExchange(Exchange):
             for sender, *pair in zip(arrived.senders, expected, found, strict=True):
                 if pair[0] != pair[1]:
                     missing.append(Missing(self.rank, sender, arrived.bucket, arrived.site == "sum"))
-                    self._note(arrived, sender, *pair)
+                    part = f"bucket {arrived.bucket}{arrived.where}"
+                    if arrived.site == "sum":
+                        self._doubted.add(arrived.bucket)
+                        self._report("sum", part, sender, "summed again")
+                    else:
+                        self._report(arrived.site, part, sender, "sent again", *pair)
         return missing
-
-    def _note(self, arrived: _Arrived, sender: int, expected: int, found: int) -> None:
-        """Report a damaged row or sum."""
-        part = f"bucket {arrived.bucket}{arrived.where}"
-        if arrived.site == "sum":
-            self._doubted.add(arrived.bucket)
-            self._report("sum", part, sender, "summed again")
-        else:
-            self._report(arrived.site, part, sender, "sent again", expected, found)
 
     def _read(self, content: bytes, sealed_bytes: int, sender: int) -> bytes | None:
         """Return the record in one of the copies whose seal fits; None where none does."""

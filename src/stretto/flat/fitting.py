@@ -30,35 +30,32 @@ def check_parameters(model: nn.Module, *, sharded: bool = False) -> None:
         raise UnsupportedModel(
             "the model has no trainable parameter: expected at least one requires_grad=True"
         )
-    for name, parameter in model.named_parameters():
-        _check_parameter(original_name(name), parameter, sharded=sharded)
+    for inner_name, parameter in model.named_parameters():
+        name = original_name(inner_name)
+        if is_dtensor(parameter) and not sharded:
+            raise UnsupportedModel(
+                f"parameter {name!r} is a DTensor: expected ordinary parameters; for a model that fully_shard has "
+                "sharded inside nodes, say across which ranks the job trains: DataParallel(..., mesh=mesh['node'])"
+            )
+        if is_lazy(parameter) or parameter.is_meta:
+            raise UnsupportedModel(
+                f"parameter {name!r} has no values yet: expected a complete model; run a forward pass (lazy modules) "
+                "or materialise it (meta device) before making the optimizer and wrapping"
+            )
+        if not is_dtensor(parameter):
+            _check_values(f"parameter {name!r}", parameter)
+        if parameter.requires_grad and parameter.dtype not in _TRAINABLE_DTYPES:
+            advice = {
+                torch.float16: "float16 needs loss scaling (GradScaler), which is not supported; use bfloat16",
+                torch.complex64: "store complex values as pairs of real ones",
+                torch.complex128: "store complex values as pairs of real ones",
+            }.get(parameter.dtype, "freeze it with requires_grad_(False), or convert it")
+            raise UnsupportedModel(
+                f"parameter {name!r} has dtype {parameter.dtype}: expected one of {_TRAINABLE_DTYPES}; {advice}"
+            )
     for name, buffer in model.named_buffers():
         _check_values(f"buffer {original_name(name)!r}", buffer)
     check_memory([*model.named_parameters(), *model.named_buffers()])
-
-
-def _check_parameter(name: str, parameter: nn.Parameter, *, sharded: bool) -> None:
-    if is_dtensor(parameter) and not sharded:
-        raise UnsupportedModel(
-            f"parameter {name!r} is a DTensor: expected ordinary parameters; for a model that fully_shard has sharded "
-            "inside nodes, say across which ranks the job trains: DataParallel(..., mesh=mesh['node'])"
-        )
-    if is_lazy(parameter) or parameter.is_meta:
-        raise UnsupportedModel(
-            f"parameter {name!r} has no values yet: expected a complete model; run a forward pass (lazy modules) or "
-            "materialise it (meta device) before making the optimizer and wrapping"
-        )
-    if not is_dtensor(parameter):
-        _check_values(f"parameter {name!r}", parameter)
-    if parameter.requires_grad and parameter.dtype not in _TRAINABLE_DTYPES:
-        advice = {
-            torch.float16: "float16 needs loss scaling (GradScaler), which is not supported; use bfloat16",
-            torch.complex64: "store complex values as pairs of real ones",
-            torch.complex128: "store complex values as pairs of real ones",
-        }.get(parameter.dtype, "freeze it with requires_grad_(False), or convert it")
-        raise UnsupportedModel(
-            f"parameter {name!r} has dtype {parameter.dtype}: expected one of {_TRAINABLE_DTYPES}; {advice}"
-        )
 
 
 def _check_values(what: str, tensor: torch.Tensor) -> None:

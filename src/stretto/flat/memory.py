@@ -34,23 +34,20 @@ def check_memory(named: Sequence[Named]) -> None:
         if is_placed and (place := tensor.untyped_storage().data_ptr()):
             by_storage[place].append((name, tensor))
     for members in by_storage.values():
-        if not _are_disjoint(members):
+        blocks = sorted((t.storage_offset() * t.itemsize, t.numel() * t.itemsize) for _, t in members)
+        is_dense = all(tensor.is_contiguous() for _, tensor in members)
+        trains = any(tensor.requires_grad for _, tensor in members)
+        # Nearly always they are blocks that do not touch.
+        are_apart = is_dense and (not trains or all(a + size <= b for (a, size), (b, _) in pairwise(blocks)))
+        if not are_apart:
             _check_elements(members)
-
-
-def _are_disjoint(members: Sequence[Named]) -> bool:
-    """Return whether the tensors of one storage are blocks that do not overlap, as is usual."""
-    blocks = sorted((t.storage_offset() * t.itemsize, t.numel() * t.itemsize) for _, t in members)
-    is_dense = all(tensor.is_contiguous() for _, tensor in members)
-    trains = any(tensor.requires_grad for _, tensor in members)
-    return is_dense and (not trains or all(a + size <= b for (a, size), (b, _) in pairwise(blocks)))
 
 
 def _check_elements(members: Sequence[Named]) -> None:
     unit = min(tensor.itemsize for _, tensor in members)
     taken = torch.zeros(members[0][1].untyped_storage().nbytes() // unit, dtype=torch.int32)
     """For each `unit` bytes of the storage: zero, or the number of the tensor that uses them."""
-    members = sorted(members, key=_trains)
+    members = sorted(members, key=lambda member: member[1].requires_grad)
     for number, (name, tensor) in enumerate(members, start=1):
         places = _places(tensor) * (tensor.itemsize // unit)
         if len(places.unique()) < tensor.numel():
@@ -67,10 +64,6 @@ def _check_elements(members: Sequence[Named]) -> None:
                     "for every trainable parameter; register one nn.Parameter in both places, or clone() one"
                 )
             taken[places + start] = number
-
-
-def _trains(member: Named) -> bool:
-    return member[1].requires_grad
 
 
 def _places(tensor: Tensor) -> Tensor:

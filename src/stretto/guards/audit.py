@@ -165,7 +165,9 @@ class _RoundAudit:
 
     def _settle(self, audited: int, first: Mapping[str, int], theirs: Accumulation | None) -> None:
         """Let all roles run a round once more, find the wrong rank, and repair its round."""
-        roles = self._roles(audited)
+        roles = {"audited": audited, "auditor": self._auditor_of(audited)}
+        if others := set(range(self._world_size)) - set(roles.values()):
+            roles["witness"] = min(others)
         kept = self._broadcast_round(audited)
         taken: dict[str, Rerun] = {}
         for role, rank in roles.items():
@@ -178,7 +180,10 @@ class _RoundAudit:
             role: int.from_bytes(records[rank][position * _WORD : (position + 1) * _WORD])
             for position, (role, rank) in enumerate(roles.items())
         }
-        right = _agreed(first, second)
+        # Two second runs that are equal are right or, of two ranks, the only one that repeated its own.
+        value, votes = Counter(second.values()).most_common(1)[0]
+        steady = [of_role for role, of_role in second.items() if first.get(role) == of_role]
+        right = value if votes >= 2 else steady[0] if len(second) == 2 and len(steady) == 1 else None
         if right is not None:
             wrong = {r for role, r in roles.items() if {second[role], first.get(role, right)} != {right}}
             action = "kept: its audit was wrong" if first["audited"] == right else "taken again"
@@ -190,12 +195,6 @@ class _RoundAudit:
             self._compare(audited, theirs)
         else:
             self._report(audited, tuple(sorted(set(roles.values()))), _UNKNOWN)
-
-    def _roles(self, audited: int) -> dict[str, int]:
-        """Return the ranks that run the round once more: three, or all if there are fewer."""
-        roles = {"audited": audited, "auditor": self._auditor_of(audited)}
-        others = set(range(self._world_size)) - set(roles.values())
-        return {**roles, "witness": min(others)} if others else roles
 
     def _put_right(self, audited: int, source: int, rerun: Rerun | None, right: int) -> None:
         """Send the audited rank the result of `source`'s rerun: gradient, loss, used parameters, and buffers."""
@@ -328,17 +327,6 @@ _TOLERANCE = 1e-3
 """Largest 2-norm of the difference, relative to the gradient's, where bits cannot be compared: if ranks differ and none
 repeats its own gradient. Well above float32's rounding, well below a harmful error."""
 _UNKNOWN = "kept: no majority shows which rank is right"
-
-
-def _agreed(first: Mapping[str, int], second: Mapping[str, int]) -> int | None:
-    """Return the digest that two second runs share; with two ranks, the digest of the only one that repeated its
-    own.
-    """
-    value, votes = Counter(second.values()).most_common(1)[0]
-    if votes >= 2:
-        return value
-    steady = [value for role, value in second.items() if first.get(role) == value]
-    return steady[0] if len(second) == 2 and len(steady) == 1 else None
 
 
 def _outcome(taken: Accumulation) -> list[Tensor]:

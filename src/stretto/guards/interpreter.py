@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import get_args
 
+import torch
 from torch import Tensor
 
 from stretto.checksums import digests, on_host
@@ -33,7 +34,6 @@ from stretto.guards.contract import (
     Where,
 )
 from stretto.guards.mending import SHOWN, Mending
-from stretto.guards.recomputed import recomputed
 from stretto.guards.seals import Seals
 from stretto.guards.strikes import Strikes
 from stretto.guards.weave import Arrived, Conclude, Forget, Moment
@@ -104,12 +104,7 @@ class GuardInterpreter:
             Replace: lambda effect, _: self._replace(effect.parts),
             Publish: lambda effect, _: self._mending.publish(effect.part),
             Clear: lambda effect, _: self._mending.clear(effect.part),
-            Recompute: lambda _, round: (
-                recomputed(
-                    self._sharded, self._seals, dict(self._shown(round)) if self._is_replicated else {}
-                )
-                | {part: self._is_as_sealed(part.name) for part in self._fixed}
-            ),
+            Recompute: lambda _, round: self._recomputed(round),
             Where: lambda _, __: self._where(),
             Ranks: lambda _, __: self._exchange.numbers,
             Report: lambda effect, _: self._report(effect),
@@ -172,7 +167,9 @@ class GuardInterpreter:
         arrived = [found for exchange in self._exchanges for found in exchange.take_incidents()]
         found, self._found = [*(dataclasses.replace(one, step=step) for one in arrived), *self._found], []
         for exchange in self._exchanges:  # of ranks with the same shard, and what they know, inside the node
-            found = _gathered(exchange, found)
+            own = json.dumps([one.as_json() for one in found]).encode() if found else b""
+            records = [record for record in exchange.gather_records(own) if record]  # in rank order
+            found = [Incident.from_json(fields) for record in records for fields in json.loads(record)]
         incidents = tuple(dict.fromkeys(found))
         self.strikes.note(step, incidents)
         return incidents
@@ -246,15 +243,32 @@ class GuardInterpreter:
             for part, tensor in self._parts(round)
             if compares_state or part.site != "optimizer state"
         }
-        same = {part: tensor for part, tensor in parts.items() if not self._is_written(part)}
+        # Not fixed tensors that somebody has written since the job began.
+        versions, fixed = self._progress.versions, self._fixed
+        same = {
+            part: tensor
+            for part, tensor in parts.items()
+            if part not in fixed or versions.get(part.name) in (None, fixed[part]._version)
+        }
         numbers = on_host(digests(list(same.values())))
         return {**dict.fromkeys(parts, 0), **dict(zip(same, numbers, strict=True))}
 
-    def _is_written(self, part: Part) -> bool:
-        """Return whether a part is a fixed tensor that was written since the job began."""
-        if part not in self._fixed:
-            return False
-        return self._progress.versions.get(part.name) not in (None, self._fixed[part]._version)
+    def _recomputed(self, round: Round | None) -> dict[Part, bool]:
+        """Return of parts that can be computed again whether the result is the same."""
+        # Sealed parts are compared with their seals, values to be shown with the masters that this rank holds whole.
+        sealed = [part for part, _ in self._seals.sealed(("values to be shown", "anchor"))]
+        changed = {difference.part for difference in self._seals.differences(sealed)}
+        shown = dict(self._shown(round)) if self._is_replicated else {}
+        flats = [torch.zeros_like(flat) for flat in shown.values()]
+        if flats:
+            self._sharded.publish(flats)
+        numbers = on_host(digests([*flats, *shown.values()]))
+        pairs = zip(shown, numbers[: len(flats)], numbers[len(flats) :], strict=True)
+        return (
+            {part: part not in changed for part in sealed}
+            | {part: expected == found for part, expected, found in pairs}
+            | {part: self._is_as_sealed(part.name) for part in self._fixed}
+        )
 
     def _seal(self, what: Sealable, round: Round | None) -> None:
         match what:
@@ -285,10 +299,3 @@ class GuardInterpreter:
                 if part.site not in ("masters", "optimizer state") or state.get(part) is tensor
             ]
         )
-
-
-def _gathered(exchange: Exchange, found: Sequence[Incident]) -> list[Incident]:
-    """Return the incidents that any of the ranks has found, in rank order; all of them must call."""
-    own = json.dumps([one.as_json() for one in found]).encode() if found else b""
-    records = [record for record in exchange.gather_records(own) if record]
-    return [Incident.from_json(fields) for record in records for fields in json.loads(record)]

@@ -12,7 +12,7 @@ from stretto.engine.accumulation import Accumulation, GradientBuffer
 from stretto.engine.buffers import is_comparable
 from stretto.engine.frozen_state import frozen_state
 from stretto.engine.job import Job
-from stretto.engine.round import Listener, LossFunction, Weighed, weighed
+from stretto.engine.round import Listener, LossFunction, weighed
 from stretto.engine.runtime import VirtualTime
 from stretto.errors import UsageError
 from stretto.flat import shard_of
@@ -94,7 +94,12 @@ class KeptRound:
         self.restore_buffers(self._buffers)
         for micro_batch in self.micro_batches:
             restore_random_states(micro_batch.random, self.device)
-            loss, _, _ = weighed(self._loss(micro_batch.batch), 0.0, 0)
+            if self._loss_function is None:
+                raise UsageError(
+                    "this rank must repeat a micro-batch of another rank, and has no loss function yet, because "
+                    "it has had no batch: expected at least one batch on every rank"
+                )
+            loss, _, _ = weighed(self._loss_function(micro_batch.batch), 0.0, 0)
             accumulation.backward(loss, micro_batch.weight)
             loss = loss.reshape(())
             accumulation.count(micro_batch.weight, loss, micro_batch.samples, micro_batch.fresh_samples)
@@ -136,14 +141,6 @@ class KeptRound:
         kept = KeptRound(self._model, self.device)
         kept._loss_function, kept._buffers, kept.micro_batches = self._loss_function, buffers, micro_batches
         return kept
-
-    def _loss(self, batch: Any) -> Tensor | Weighed:
-        if self._loss_function is None:
-            raise UsageError(
-                "this rank must repeat a micro-batch of another rank, and has no loss function yet, because "
-                "it has had no batch: expected at least one batch on every rank"
-            )
-        return self._loss_function(batch)
 
 
 class GuardedRounds(Listener):

@@ -55,22 +55,32 @@ class ReplicaGuard(Guard):
         """Compare digests over ranks, name and repair parts that differ, and compare again."""
         for attempt in itertools.count():
             digests = yield Fingerprint()
-            content = _packed(list(digests.values()))
+            content = np.array(list(digests.values()), "<u8").tobytes()
             records = yield Share(xxhash.xxh3_64_digest(content))
             if len(set(records)) == 1:
                 return
             # All ranks know that something differs, and gather all digests. Everything below uses this second gather
             # only, so that damage to the first one has no other effect than this gather.
             tables = yield Share(content)
-            unequal = _unequal(list(digests), [np.frombuffer(table, "<u8").tolist() for table in tables])
+            columns = zip(*(np.frombuffer(table, "<u8").tolist() for table in tables), strict=True)
+            unequal = {  # every rank's digests; parts with a 0 are not compared
+                part: held
+                for part, held in zip(digests, columns, strict=True)
+                if len(set(held)) > 1 and 0 not in held
+            }
             if not unequal:
                 return
             if attempt == _ATTEMPTS:
                 where, ranks = (yield Where()), (yield Ranks())
+                outvoted: set[int] = set()
+                for held in unequal.values():
+                    value, count = Counter(held).most_common(1)[0]
+                    if 2 * count > len(held):
+                        outvoted |= {rank for rank, own in zip(ranks, held, strict=True) if own != value}
                 raise ReplicasDiverged(
                     f"{where}: replicas differ even after {attempt} copies, in "
                     f"{'; '.join(map(str, unequal))}; resume from the last checkpoint",
-                    ranks=sorted({ranks[place] for held in unequal.values() for place in _outvoted(held)}),
+                    ranks=sorted(outvoted),
                 )
             for part, held in unequal.items():
                 yield from self._repair(part, held)
@@ -110,19 +120,3 @@ class ReplicaGuard(Guard):
                 "would AtRest() if no write has followed the seal"
             )
         return right.pop()
-
-
-def _outvoted(held: Sequence[int]) -> list[int]:
-    """Return the indices of ranks outside a strict majority; empty if there is no majority."""
-    value, count = Counter(held).most_common(1)[0]
-    return [place for place, own in enumerate(held) if own != value] if 2 * count > len(held) else []
-
-
-def _packed(digests: Sequence[int]) -> bytes:
-    return np.array(digests, "<u8").tobytes()
-
-
-def _unequal(parts: Sequence[Part], tables: Sequence[Sequence[int]]) -> dict[Part, tuple[int, ...]]:
-    """Return every rank's digests of the parts that differ; parts that are not compared are missing."""
-    columns = zip(parts, zip(*tables, strict=True), strict=True)
-    return {part: held for part, held in columns if len(set(held)) > 1 and 0 not in held}

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Self
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from stretto.checksums import Checksum, checksums, compared, hexadecimal
@@ -93,7 +93,12 @@ class ShownValues(RoundWatch):
         """Compute checksums of all values in the model now."""
         self.installed([parameter.detach() for parameter in self._model.parameters])
         self._constants = {name: _Constant.sealed(*pair) for name, pair in self._frozen_state().items()}
-        self._written = set(_statistics_of(self._model.model))
+        self._written = {  # the statistics that normalizations keep
+            f"{path}.{name}".removeprefix(".")
+            for path, module in self._model.model.named_modules()
+            if isinstance(module, _NormBase)
+            for name, _ in module.named_buffers(recurse=False)
+        }
         self._still = set()
 
     def _frozen_state(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -121,7 +126,9 @@ class ShownValues(RoundWatch):
         for _ in range(_REPLAYS):
             if not (is_damaged and can_replay):
                 break
-            self._replay()
+            accumulation.restart()
+            self._model.drop_copies()  # of the damaged values
+            self._rounds.kept.run(accumulation, self._rounds.job.compute.runtime.virtual_time)
             again = [*self._repair(), *self._repair_constants()]
             is_damaged, can_replay = self._rounds.agree(damaged=bool(again), able=self._can_replay(again))
             found += again
@@ -217,27 +224,13 @@ class ShownValues(RoundWatch):
         )
 
     def _can_replay(self, found: Sequence[Incident]) -> bool:
-        """Return whether the micro-batches were kept, and the model holds the installed values, after damage."""
-        return self._rounds.kept.is_whole and (not found or self._is_installed())
+        """Return whether the micro-batches were kept, and the model holds the installed values, after damage.
 
-    def _replay(self) -> None:
-        """Run the round's micro-batches again."""
-        accumulation = self._rounds.job.compute.accumulation
-        accumulation.restart()
-        self._model.drop_copies()  # of the damaged values
-        self._rounds.kept.run(accumulation, self._rounds.job.compute.runtime.virtual_time)
-
-    def _is_as_sealed(self, name: str) -> bool:
-        """Return whether a frozen parameter or buffer is known to be unchanged since the end of the last round."""
-        known, (tensor, held) = self._constants.get(name), self._frozen_state()[name]
-        if known is None or known.checksum is None or known.mark != mark_of(tensor, held):
+        If needed, install a replicated optimizer's masters.
+        """
+        if not self._rounds.kept.is_whole:
             return False
-        ((expected, found),) = compared([known.checksum], [held])
-        return expected == found
-
-    def _is_installed(self) -> bool:
-        """Return whether the parameters are as installed; if needed, install a replicated optimizer's masters."""
-        if self._is_as_installed():
+        if not found or self._is_as_installed():
             return True
         job = self._rounds.job
         if not job.replica.replicated or not job.compute.is_lane_idle:  # somebody may write them
@@ -247,15 +240,13 @@ class ShownValues(RoundWatch):
         self._model.install(values.views)
         return self._is_as_installed()
 
+    def _is_as_sealed(self, name: str) -> bool:
+        """Return whether a frozen parameter or buffer is known to be unchanged since the end of the last round."""
+        known, (tensor, held) = self._constants.get(name), self._frozen_state()[name]
+        if known is None or known.checksum is None or known.mark != mark_of(tensor, held):
+            return False
+        ((expected, found),) = compared([known.checksum], [held])
+        return expected == found
+
     def _is_as_installed(self) -> bool:
         return all(now == then for now, then in compared(self._checksums, self._model.parameters))
-
-
-def _statistics_of(model: nn.Module) -> list[str]:
-    """Return the names of the statistics of normalization layers."""
-    return [
-        f"{path}.{name}".removeprefix(".")
-        for path, module in model.named_modules()
-        if isinstance(module, _NormBase)
-        for name, _ in module.named_buffers(recurse=False)
-    ]

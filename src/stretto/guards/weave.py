@@ -70,7 +70,20 @@ def guarded(script: Script, ask: Callable[[Moment], GuardScript]) -> Generator[A
     while True:
         effect = script.send(reply)
         runs_ahead = is_ahead and isinstance(effect, Average)
-        yield from _before(effect, ask, runs_ahead=runs_ahead)
+        if isinstance(effect, Step | Preview) or runs_ahead:
+            yield from ask("before_step")
+        if isinstance(effect, Launch):
+            yield Conclude()  # after a landing, as on ranks that have more data
+        if isinstance(effect, Land):
+            yield from ask("before_land")
+        if isinstance(effect, Step | Average | Launch | Land):
+            yield Forget(("state", "anchor", "reduced gradient"))
+        if isinstance(effect, Gather):
+            yield Forget(("anchor", "values to be shown"))
+        if isinstance(effect, ACCUMULATIONS):
+            # The lane performs what follows when the round has been submitted, not at the end of the round before.
+            yield Begin()
+            yield from ask("before_reduce")
         reply = yield effect
         if isinstance(effect, ACCUMULATIONS):
             is_ahead = False
@@ -84,22 +97,3 @@ def guarded(script: Script, ask: Callable[[Moment], GuardScript]) -> Generator[A
             yield Conclude()
         elif runs_ahead:
             yield from ask("after_update")
-
-
-def _before(
-    effect: Any, ask: Callable[[Moment], GuardScript], *, runs_ahead: bool
-) -> Generator[Any, Any, None]:
-    """Yield the effects before an effect of the script."""
-    if isinstance(effect, Step | Preview) or runs_ahead:
-        yield from ask("before_step")
-    if isinstance(effect, Launch):
-        yield Conclude()  # after a landing, as on ranks that have more data
-    if isinstance(effect, Land):
-        yield from ask("before_land")
-    if isinstance(effect, Step | Average | Launch | Land):
-        yield Forget(("state", "anchor", "reduced gradient"))
-    if isinstance(effect, Gather):
-        yield Forget(("anchor", "values to be shown"))
-    if isinstance(effect, ACCUMULATIONS):
-        yield Begin()
-        yield from ask("before_reduce")

@@ -55,7 +55,18 @@ def rebuild(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]
             f"{kind.__name__} cannot be built over other tensors ({error}): expected an optimizer such as AdamW, whose "
             "constructor takes (params, **defaults)"
         ) from error
-    _take_attributes(rebuilt, optimizer, [name for name in list(accepted)[1:] if name not in defaults])
+    missing = [name for name in list(accepted)[1:] if name not in defaults]
+    for name, value in own_attributes(
+        optimizer
+    ).items():  # settings that it keeps on itself and not in its groups
+        if _is_plain(value):
+            setattr(rebuilt, name, copy.deepcopy(value))
+        elif missing and not _is_same(value, vars(rebuilt).get(name)):
+            raise UnsupportedOptimizer(
+                f"{kind.__name__} cannot be built again: its attribute {name!r} (a {type(value).__name__}) "
+                f"may depend on the constructor's arguments {missing}, which are not among its defaults; pass "
+                "them to Optimizer.__init__ as defaults, or keep numbers and functions only"
+            )
     return rebuilt
 
 
@@ -82,24 +93,6 @@ def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         for name, value in vars(optimizer).items()
         if name not in _OF_TORCH and not name.startswith(("_optimizer_", "__"))
     }
-
-
-def _take_attributes(
-    rebuilt: torch.optim.Optimizer, optimizer: torch.optim.Optimizer, arguments: Sequence[str]
-) -> None:
-    """Copy to `rebuilt` the settings that the user's optimizer keeps on itself instead of in its groups.
-
-    Attributes that are not plain data may depend on `arguments` of the constructor that were not passed again.
-    """
-    for name, value in own_attributes(optimizer).items():
-        if _is_plain(value):
-            setattr(rebuilt, name, copy.deepcopy(value))
-        elif arguments and not _is_same(value, vars(rebuilt).get(name)):
-            raise UnsupportedOptimizer(
-                f"{type(optimizer).__name__} cannot be built again: its attribute {name!r} (a {type(value).__name__}) "
-                f"may depend on the constructor's arguments {list(arguments)}, which are not among its defaults; pass "
-                "them to Optimizer.__init__ as defaults, or keep numbers and functions only"
-            )
 
 
 def _is_plain(value: Any) -> bool:

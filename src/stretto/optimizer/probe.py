@@ -189,7 +189,8 @@ def _difference(trial: Trial, plain: PlainLoop) -> str:
         return "it gives parameters another storage; expected steps in place, such as p.data.add_(...)"
     everything = range(len(trial.starts))
     alone = [trial.train([index]).history for index in everything]
-    if not _is_equal(plain.history, _side_by_side(alone)):
+    side_by_side = [[one for values in update for one in values] for update in zip(*alone, strict=True)]
+    if not _is_equal(plain.history, side_by_side):
         return (
             "its step of one parameter depends on other parameters, as a norm of all gradients does; clip "
             "with Options(clip_norm=...), switch off the clip in the optimizer, and use an optimizer that "
@@ -212,7 +213,3 @@ def _is_equal(one: list[Values], other: list[Values]) -> bool:
         for ones, others in zip(one, other, strict=True)
         for left, right in zip(ones, others, strict=True)
     )
-
-
-def _side_by_side(histories: list[list[Values]]) -> list[Values]:
-    return [[tensor for values in update for tensor in values] for update in zip(*histories, strict=True)]

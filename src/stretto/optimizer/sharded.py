@@ -176,7 +176,11 @@ class ShardedOptimizer:
         """Number of elements that this rank owns, including padding."""
         self.masters = self.owned.new()
         self.pieces = list(owned_pieces(self.owned))
-        self.adopt(parameters)
+        flats = [parameter.detach().reshape(-1) for parameter in parameters]
+        places = [self.values(self.masters, piece) for piece in self.pieces]
+        values = [flats[one.slot.index][one.offset : one.offset + one.numel] for one in self.pieces]
+        if places:
+            torch._foreach_copy_(places, values)
         self.segments = cut_segments(self.pieces, self.owned, self.masters)
         """Segments, block after block."""
         num_groups = len(optimizer.param_groups)
@@ -186,14 +190,6 @@ class ShardedOptimizer:
         self._ghost = rebuild(optimizer, [[] for _ in range(num_groups)])
         self._turned: Hyperparameters = []
         """The user's settings at the last step or preview; empty before the first."""
-
-    def adopt(self, parameters: Sequence[Tensor]) -> None:
-        """Copy the parameters' current values into the masters."""
-        flats = [parameter.detach().reshape(-1) for parameter in parameters]
-        places = [self.values(self.masters, piece) for piece in self.pieces]
-        values = [flats[one.slot.index][one.offset : one.offset + one.numel] for one in self.pieces]
-        if places:
-            torch._foreach_copy_(places, values)
 
     def new_sums(self) -> Slices:
         """Return storage for one reduced gradient."""
@@ -237,10 +233,6 @@ class ShardedOptimizer:
             self._step_ghosts(ghost, block, segments, gradient, clip)
             if not fits:
                 published.copy_(ghost.view(published.shape))
-
-    def take_segments(self, segments: list[Segment]) -> None:
-        """Replace the segments by `segments`, which hold the same masters, cut in another way."""
-        self.segments = segments
 
     def publish(self, flats: Sequence[Tensor]) -> None:
         """Write the masters into this rank's slices of `flats`, one tensor per flat set."""

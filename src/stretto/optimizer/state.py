@@ -120,11 +120,14 @@ def adopt_states(owner: ShardedOptimizer, states: Mapping[Piece, PieceState]) ->
         states: For every owned piece; empty where the optimizer has not stepped it.
     """
     numbers = _numbers_of(states)
-    owner.take_segments(
-        cut_segments(
-            owner.pieces, owner.owned, owner.masters, lambda piece: _signature(states[piece], numbers)
+
+    def in_common(piece: Piece) -> tuple[tuple[str, Any], ...]:
+        return tuple(
+            (key, numbers.get(id(value)) if isinstance(value, Tensor) else value)
+            for key, value in sorted(states[piece].items())
         )
-    )
+
+    owner.segments = cut_segments(owner.pieces, owner.owned, owner.masters, in_common)
     owner.optimizer.state.clear()
     for index, group in enumerate(owner.optimizer.param_groups):
         group["params"] = [segment.master for segment in owner.segments if segment.group == index]
@@ -133,14 +136,6 @@ def adopt_states(owner: ShardedOptimizer, states: Mapping[Piece, PieceState]) ->
     joined = [_join(segment, states, owner.owned) for segment in by_group]
     packed["state"] = {index: state for index, state in enumerate(joined) if state}
     owner.optimizer.load_state_dict(packed)  # it knows on which device each entry belongs
-
-
-def _signature(state: PieceState, numbers: Mapping[int, float]) -> tuple[tuple[str, Any], ...]:
-    """Return the properties that the pieces of one segment must share."""
-    return tuple(
-        (key, numbers.get(id(value)) if isinstance(value, Tensor) else value)
-        for key, value in sorted(state.items())
-    )
 
 
 def _numbers_of(states: Mapping[Piece, PieceState]) -> dict[int, float]:
