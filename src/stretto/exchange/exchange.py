@@ -172,7 +172,7 @@ class Exchange:
         )
 
     def begin_round(self, index: int) -> None:
-        """Draw again for later transfers, on wires that draw; all ranks call with the same number."""
+        """Draw new random numbers for later transfers, on wires that use any; all ranks call it with the same index."""
         self.round_index = index
 
     def take_account(self, other: "Exchange") -> None:

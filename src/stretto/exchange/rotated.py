@@ -27,7 +27,7 @@ Note [Rotations]
     So one product with Q and one with H, with signs between them, rotate back the values of all ranks.
 
 Note [Exact products]
-    The values of a block are rounded to 4000ths of its norm, up or down at random, so that they are right on average;
+    The values of a block are rounded to 4000ths of its norm, up or down at random, so that they are unbiased;
     Q to 512ths, and levels to 256ths. Then products are sums of integers, below 2^24 units: with n the square root of
     64, |R x| < 1.008 · (4000 + n) · 4096, and |H D Qᵀ q| < 1.02 · 1.51 n · 2^20. Float32 adds them without an error, in
     any order. So bits do not depend on the library or the device that multiplies, nor on how many rows are packed
@@ -35,7 +35,7 @@ Note [Exact products]
 
 Note [Ends of float32]
     A block is divided by its largest value before anything else. A scale is sent in 16 bits, with
-    the exponents of float32, rounded up or down at random: so it is right on average too, below the smallest normal
+    the exponents of float32, rounded up or down at random, so it is unbiased too, below the smallest normal
     number as well. Values that an estimate would carry beyond the largest number end there.
 
 Source: scale and rotation as in Vargaftik et al., "EDEN: Communication-Efficient and Robust Distributed Mean Estimation

@@ -34,8 +34,8 @@ def check_unchanged(before: Mapping[str, object], now: Mapping[str, object], cal
     for name, value in before.items():
         if now[name] != value:
             raise UsageError(
-                f"{name}: expected {value!r} as at the start of {call}, found {now[name]!r}: one job has one "
-                "clip and one length of accumulations"
+                f"{name}: expected {value!r} as at the start of {call}, found {now[name]!r}: a job has one "
+                "clipping limit and one length of accumulations"
             )
 
 

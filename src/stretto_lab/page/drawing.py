@@ -16,7 +16,7 @@ from stretto_lab.page.folder import Column, Contents, Run, UpdateTime, formatted
 MOST_RUNS = 40
 """Whose losses are drawn."""
 MOST_ROWS = 300
-"""Rows of a table."""
+"""Most rows of a table."""
 MOST_LETTERS = 2000
 """Characters of one text from a folder."""
 MOST_POINTS = 1000
