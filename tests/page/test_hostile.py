@@ -38,14 +38,7 @@ def update(step: Any, **different: Any) -> dict[str, Any]:
 def hostile() -> Path:
     """A run in which every text attacks the page."""
     task = {ATTACK: ATTACK}
-    incident = {
-        "step": 2,
-        "site": ATTACK,
-        "part": ATTACK,
-        "guard": ATTACK,
-        "action": ATTACK,
-        "ranks": [ATTACK],
-    }
+    incident = {"step": 2, **dict.fromkeys(("site", "part", "guard", "action"), ATTACK), "ranks": [ATTACK]}
     return folder(
         "<b onmouseover=alert(1)>",
         config_json={

@@ -80,10 +80,7 @@ IMPOSSIBLE: list[tuple[Callable[[], object], str]] = [
     (lambda: DigitsResNet(batch=1), "batch must be at least 2, found 1"),
     (lambda: DigitsResNet(batch=2000).build(0, 1, 0, 60), "2000 samples cannot be drawn from 1438"),
     (lambda: StdlibGPT(context=0), "context must be at least 1, found 0"),
-    (
-        lambda: StdlibGPT(size="3x48x5", **SMALL).build(0, 1, 0, 60),
-        "width of 48 cannot be cut into 5 heads",
-    ),
+    (lambda: StdlibGPT(size="3x48x5", **SMALL).build(0, 1, 0, 60), "width of 48 cannot be cut into 5 heads"),
     (lambda: OwnTokens(vocabulary=256), "vocabulary must be at least 257"),
     (lambda: Heldout(share=1.0), "share must be between 0 and 1"),
     (lambda: StdlibGPT(size="3x0x3"), "LAYERSxWIDTHxHEADS as 4x200x4, found '3x0x3'"),
@@ -91,7 +88,7 @@ IMPOSSIBLE: list[tuple[Callable[[], object], str]] = [
         lambda: causal_lm("llama", Shape(1, 48, 16), vocabulary=9, context=8, dtype=torch.float32, seed=0),
         "heads of equal even width",
     ),
-]
+]  # fmt: skip
 
 
 def test_impossible_settings_are_refused() -> None:

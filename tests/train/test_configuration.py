@@ -65,11 +65,7 @@ def test_a_setting_that_cannot_be_is_refused(kind: Any, settings: dict[str, Any]
 CANNOT_RUN: list[tuple[int, dict[str, Any], str]] = [
     (2, {"updates": 3, "samples": 9}, "updates=3 and samples=9: expected one length"),
     (2, {"samples": 0}, "samples must be at least 1"),
-    (
-        2,
-        {"samples": 90, "strategy": "local:rate=0.5", "echo": "ready"},
-        "ranks that step alone do not know",
-    ),
+    (2, {"samples": 90, "strategy": "local:rate=0.5", "echo": "ready"}, "ranks that step alone do not know"),
     (
         2,
         {"samples": 90, "strategy": "local:rate=0.5", "echo": "even", "nonfinite": "skip"},
@@ -80,11 +76,7 @@ CANNOT_RUN: list[tuple[int, dict[str, Any], str]] = [
         {"samples": 90, "strategy": "local:rate=cosine(1,0.1)", "echo": "even:uses=2"},
         "expected plan=bernoulli, or the number of updates as a third value",
     ),
-    (
-        2,
-        {"strategy": "local:rate=cosine(1,0.1)", "seconds": 1.0},
-        "needs its number of updates as a third value",
-    ),
+    (2, {"strategy": "local:rate=cosine(1,0.1)", "seconds": 1.0}, "needs its number of updates as a third value"),
     (2, {"strategy": "local:rate=often"}, "cannot read rate='often'"),
     (2, {"echo": "evne"}, "no echo plan is called 'evne'"),
     (2, {"echo": "even:uses=cosine(1,3)", "seconds": 1.0}, "third value"),
@@ -103,7 +95,7 @@ CANNOT_RUN: list[tuple[int, dict[str, Any], str]] = [
     (2, {"slow": {1: 0.5}}, "expected a factor of at least 1"),
     (2, {"slow": {1: float("nan")}}, "expected a factor of at least 1"),
     (2, {"slow": {1: 3.0}, "strategy": "torch-ddp"}, "a stock method does not report its micro-batches"),
-]
+]  # fmt: skip
 
 
 def test_what_cannot_run_is_named_before_a_worker_starts() -> None:
