@@ -54,8 +54,8 @@ class DivergingReplica(Replica):
         super().__init__(exchange, sharded, **others)
         self.interval = None
         self._mean = ReplicaMean(exchange, sharded)
+        # Whether all replicas were equal when `agreed_optimizer` last compared them.
         self._are_equal = True
-        """Whether all replicas were equal when `agreed_optimizer` last compared them."""
         self._probe = GradientProbe(sharded, probe) if probe else None
 
     @property

@@ -114,16 +114,15 @@ class LocalReplica(Replica):
         self._last_left = self._left_at = 0  # which fragment has left last, and in which round
         self._weights = Weights(exchange.rank, exchange.world_size, len(self.fragments), len(sharded.masters))
         self._own_sums: Slices | None = None
+        # Totals of its contributions since a fragment was last sent; and one byte per parameter slot: used since then?
         self._totals, self._used = Totals(), bytes(len(sharded.layout.slots))
-        """Totals of its contributions since a fragment was last sent; and one byte per parameter slot: used since
-        then?"""
+        # Differences between the model's buffers and the agreed values in the last round.
         self._changed = b""
-        """Differences between the model's buffers and the agreed values in the last round."""
+        # The vote of this rank, or of its node of shards, in that round.
         self._vote = Vote.GO_ON
-        """The vote of this rank, or of its node of shards, in that round."""
         self._asks = Asks.NOTHING
+        # Whether the data of this rank's worker had ended at its last gradients.
         self._is_without_data = False
-        """Whether the data of this rank's worker had ended at its last gradients."""
 
     @property
     def performers(self) -> Mapping[type, Performer]:

@@ -53,10 +53,10 @@ class Fragment:
         self._masters = [sharded.masters[index] for index in members]
         self._layout = _layout_of(sharded, members)
         self.exchange = exchange.over(self._layout)
+        # The sent values, one tensor per flat set, until the arrival is installed; empty at other times.
         self._carried: list[Tensor] = []
-        """The sent values, one tensor per flat set, until the arrival is installed; empty at other times."""
+        # The masters at the launch, if progress since then is kept.
         self._left: list[Tensor] = []
-        """The masters at the launch, if progress since then is kept."""
         self.anchor = self._new()
         """One tensor per flat set, equal on all ranks."""
         self.velocity = self._new_shares()
@@ -65,11 +65,11 @@ class Fragment:
         """One tensor per bucket, for this rank's slice: values that must still be added to the anchor."""
         self._changed = changed.for_averages
         self._formats = [self._changed.values.of(flat.dtype) for flat in self._layout.sets]
+        # Groups of members that are sent together, within a limit of memory, and whether each group is sent in fewer
+        # bits.
         self._runs = list(self._batches())
-        """Groups of members that are sent together, within a limit of memory, and whether each group is sent in
-        fewer bits."""
+        # Number of transfers since the job began.
         self._transfers = 0
-        """Number of transfers since the job began."""
         self.begin_again()
 
     @property

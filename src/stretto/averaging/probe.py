@@ -28,10 +28,10 @@ from torch import Tensor
 
 from stretto.optimizer import ShardedOptimizer
 
+# Seed of the coordinates.
 _SEED = 0
-"""Seed of the coordinates."""
+# Elements that are multiplied at a time in float64: few enough for a CPU's cache, and enough to keep a device busy.
 _CHUNK, _CHUNK_OF_DEVICES = 2**16, 2**22
-"""Elements that are multiplied at a time in float64: few enough for a CPU's cache, and enough to keep a device busy."""
 UPDATES = 16
 """Fewest updates for a conclusion: the error of the signal is 1/√16 of the error in one update. A longer interval is
 used alone."""

@@ -21,12 +21,12 @@ class Weights:
     def __init__(self, rank: int, world_size: int, fragments: int, buckets: int) -> None:
         self._rank = rank
         self._buckets = buckets
+        # By fragment and rank: the contribution between the fragment's last launch and the last launch of all.
         self._since = np.zeros((fragments, world_size))
-        """By fragment and rank: the contribution between the fragment's last launch and the last launch of all."""
+        # Each rank's contribution when each fragment was last sent, or when all replicas became their mean.
         self._left_with = np.zeros_like(self._since)
-        """Each rank's contribution when each fragment was last sent, or when all replicas became their mean."""
+        # By fragment: whether ranks hold different values, in flight or after an arrival that kept some.
         self._differ = np.zeros(fragments, dtype=bool)
-        """By fragment: whether ranks hold different values, in flight or after an arrival that kept some."""
 
     def launch(self, fragment: int, report: RoundReport) -> float | None:
         """Record a launch; return this rank's share of the mean, or None if no rank has contributed since the last one.

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 _SIDE_BY_SIDE = 8
+# Number of blocks in a row above which they cost more than the row's rotation.
 _LONG = 512
-"""Number of blocks in a row above which they cost more than the row's rotation."""
 
 
 def upper_half(scales: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ _OPTIONS = [
     "-shared",
     "-fPIC",
 ]
+# Lets only one of the process's threads, such as virtual ranks, compile.
 _ONE = threading.Lock()
-"""Lets only one of the process's threads, such as virtual ranks, compile."""
 _BLOCK = 64
 Numbers = Mapping[str, float]
 """Constants of a format in C: `bits`, `steps`, `golden`, `cells_of_norm`."""

@@ -34,8 +34,8 @@ from stretto.flat import Layout
 from stretto.groups.collectives import method_of
 from stretto.records import Incident
 
+# With more ranks than this, one call per rank costs more than another pass over memory.
 _MANY = 8
-"""With more ranks than this, one call per rank costs more than another pass over memory."""
 
 
 def sum_in_rank_order(contributions: Tensor | Sequence[Tensor], total: Tensor) -> None:

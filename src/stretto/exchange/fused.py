@@ -17,8 +17,8 @@ from torch import Tensor
 
 from stretto.exchange.wire import PackedWire
 
+# Number of blocks that a kernel must pack like PyTorch's operations before it is used on a device.
 _TRIED = 1024
-"""Number of blocks that a kernel must pack like PyTorch's operations before it is used on a device."""
 
 
 class FusedWire(PackedWire):

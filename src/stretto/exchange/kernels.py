@@ -19,11 +19,11 @@ from triton import language as tl
 
 from stretto.exchange.blocks import turned_back
 
+# Blocks per program.
 _BLOCKS = tl.constexpr(32)
-"""Blocks per program."""
 _BLOCK = tl.constexpr(64)
+# Mask of all bits of a number except its sign.
 _SIZE = tl.constexpr(0x7FFFFFFF)
-"""Mask of all bits of a number except its sign."""
 _INFINITY = tl.constexpr(0x7F800000)
 _NOT_A_NUMBER = tl.constexpr(0x7FC00000)
 _TINY = tl.constexpr(2.0**-126)

@@ -10,8 +10,8 @@ from stretto.exchange.exchange import in_flight
 from stretto.exchange.transfer import Started, Transfer
 from stretto.groups.collectives import method_of
 
+# At most. Four are sent at a time, so all have gone after about eight looks.
 _PARTS = 32
-"""At most. Four are sent at a time, so all have gone after about eight looks."""
 
 
 def relay(

@@ -58,19 +58,18 @@ from stretto.exchange.fused import FusedWire
 from stretto.randomness import draw
 
 _BLOCK = 64
+# Number of intervals from -8 σ to 8 σ, each with a level. No value is outside, because σ² is the mean of 64 squares.
 _CELLS = 1024
-"""Number of intervals from -8 σ to 8 σ, each with a level. No value is outside, because σ² is the mean of 64
-squares."""
+# Number of intervals per σ; the interval around zero is twice as wide as the others.
 _CELLS_OF_DEVIATION = 63.4
-"""Number of intervals per σ; the interval around zero is twice as wide as the others."""
+# Number of steps in the norm of a block; see Note [Exact products].
 _STEPS = 4000
-"""Number of steps in the norm of a block; see Note [Exact products]."""
 _STEPS_OF_ROTATION, _STEPS_OF_LEVEL = 512, 256
+# By the bits of a number: the start and length of runs of bits that fill bytes evenly.
 _RUNS = {1: ((0, 1),), 2: ((0, 2),), 3: ((0, 2), (2, 1)), 4: ((0, 4),)}
-"""By the bits of a number: the start and length of runs of bits that fill bytes evenly."""
 _CELLS_OF_NORM = math.sqrt(_BLOCK) * _CELLS_OF_DEVIATION
+# 2^16 divided by the golden ratio: multiples of it are spread evenly.
 _GOLDEN = 40503
-"""2^16 divided by the golden ratio: multiples of it are spread evenly."""
 _SEED = 0
 
 

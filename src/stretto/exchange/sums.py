@@ -8,8 +8,8 @@ from torch import Tensor
 
 from stretto.checksums import is_on_host
 
+# Number of elements that are checked in each group of so many: one cache line of float32 in sixteen.
 _LOOKED_AT, _EVERY = 16, 256
-"""Number of elements that are checked in each group of so many: one cache line of float32 in sixteen."""
 
 
 class Terms:

@@ -32,8 +32,8 @@ from stretto.records import Incident
 
 REPEATS = 3
 """How often a damaged bucket is sent again; four failures in a row are not accidental."""
+# Copies of every record of the round report: ranks need the records to agree on anything, including a repeat.
 _COPIES = 3
-"""Copies of every record of the round report: ranks need the records to agree on anything, including a repeat."""
 _as_stored = cache(partial(PlainWire, ""))
 
 
@@ -78,16 +78,16 @@ class VerifiedExchange(Exchange):
 
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
+        # Phases so far, each repeat counted: the same on all ranks, and part of every row's seal.
         self._attempts = 0
-        """Phases so far, each repeat counted: the same on all ranks, and part of every row's seal."""
+        # Round reports so far: part of every record's seal.
         self._records = 0
-        """Round reports so far: part of every record's seal."""
+        # Rows that have arrived in the present phase, or its repeat.
         self._arrived: list[_Arrived] = []
-        """Rows that have arrived in the present phase, or its repeat."""
+        # Rows in scratch memory, by role and place in it, and device.
         self._held: dict[tuple[str, int, torch.device], Rows] = {}
-        """Rows in scratch memory, by role and place in it, and device."""
+        # Buckets whose sum came out wrong on this rank in the present phase.
         self._doubted: set[int] = set()
-        """Buckets whose sum came out wrong on this rank in the present phase."""
 
     def summing(
         self, flats: Sequence[Tensor], sums: Sequence[Tensor], *, whole: bool, wire: PlainWire | None = None

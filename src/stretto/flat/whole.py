@@ -16,8 +16,8 @@ from itertools import accumulate
 
 ALIGNMENT = 64
 """Alignment in elements; a multiple of the widest vector unit times the unrolling of PyTorch's fused CPU optimizers."""
+# Largest ratio of the longest slice to the mean slice.
 _LONGEST = 1.1
-"""Largest ratio of the longest slice to the mean slice."""
 
 
 def place_whole(

@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 Rerun = tuple[Accumulation, Mapping[str, Tensor]]
 """The accumulation of a round that was run again, and the model's buffers after it."""
+# Bytes of a number in a record.
 _WORD = 8
-"""Bytes of a number in a record."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,8 +135,8 @@ class _RoundAudit:
         self._distance = distance
         self._incidents: list[Incident] = []
         self._own = rounds.job.compute.accumulation
+        # The model's buffers, to restore after the audit.
         self._buffers = self._kept.buffers()
-        """The model's buffers, to restore after the audit."""
 
     def perform(self) -> Sequence[Incident]:
         """Run another rank's round again, compare, and repair wrong gradients; return the incidents."""
@@ -321,11 +321,11 @@ class _RoundAudit:
             self._incidents.append(incident)
 
 
+# A rank's answer in an audit: none, because no round arrived; a digest; none, because it skipped its round.
 _SILENT, _CLAIMS, _LEFT_OUT = range(3)
-"""A rank's answer in an audit: none, because no round arrived; a digest; none, because it skipped its round."""
+# Largest 2-norm of the difference, relative to the gradient's, where bits cannot be compared: if ranks differ and none
+# repeats its own gradient. Well above float32's rounding, well below a harmful error.
 _TOLERANCE = 1e-3
-"""Largest 2-norm of the difference, relative to the gradient's, where bits cannot be compared: if ranks differ and none
-repeats its own gradient. Well above float32's rounding, well below a harmful error."""
 _UNKNOWN = "kept: no majority shows which rank is right"
 
 

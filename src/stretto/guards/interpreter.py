@@ -69,18 +69,18 @@ class GuardInterpreter:
         self._replica = replica
         self._node_group = replica.node_group
         self._fixed = {Part("fixed", name): tensor for name, tensor in fixed}
+        # This rank's part of each fixed tensor.
         self._held = {part: shard_of(tensor)[0] for part, tensor in self._fixed.items()}
-        """This rank's part of each fixed tensor."""
         self.strikes = strikes
+        # Incidents on this rank since the end of the last update.
         self._found: list[Incident] = []
-        """Incidents on this rank since the end of the last update."""
+        # Reduced gradients that no step has used yet.
         self._gradients: list[ReducedGradient] = []
-        """Reduced gradients that no step has used yet."""
         self._seals = Seals()
         self._has_copies = has_copies
         self._mending = Mending(replica, self._seals, self._fixed, self._where)
+        # Whether a fixed tensor is known to be unchanged, by a guard that watches those (`ShownValues`).
         self._is_as_sealed: Callable[[str], bool] = lambda _: False
-        """Whether a fixed tensor is known to be unchanged, by a guard that watches those (`ShownValues`)."""
 
     def ask_seals(self, is_as_sealed: Callable[[str], bool]) -> None:
         """Set the function of a guard that watches fixed tensors and knows which are unchanged."""

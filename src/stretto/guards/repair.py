@@ -9,9 +9,8 @@ from torch import Tensor
 
 from stretto.checksums import WORD_BYTES, Checksum, Sums, digest, on_host, words_of
 
+# Most bytes that a repair reads to find the right explanation: some seconds of work, whereas giving up means a restart.
 _BYTES_TRIED = 2**34
-"""Most bytes that a repair reads to find the right explanation: some seconds of work, whereas giving up means a
-restart."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

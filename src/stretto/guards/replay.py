@@ -46,8 +46,8 @@ class KeptRound:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
         self.device = device
+        # The latest loss function; kept after its round, because another rank's round may be run with it.
         self._loss_function: LossFunction | None = None
-        """The latest loss function; kept after its round, because another rank's round may be run with it."""
         self.forget()
 
     def forget(self) -> None:

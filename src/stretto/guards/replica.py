@@ -25,8 +25,8 @@ from stretto.guards.contract import (
     Where,
 )
 
+# How often damaged parts are copied before the job ends with an error; copies are compared like all parts.
 _ATTEMPTS = 2
-"""How often damaged parts are copied before the job ends with an error; copies are compared like all parts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from stretto.guards.repair import repairs
 from stretto.guards.replay import GuardedRounds
 from stretto.records import Incident
 
+# How often a tensor is damaged, in consecutive or alternate rounds, before the guard excludes chance.
 _NO_ACCIDENT = 3
-"""How often a tensor is damaged, in consecutive or alternate rounds, before the guard excludes chance."""
+# How often a round is run again: damage during a run is repaired, but spoils that run too.
 _REPLAYS = 2
-"""How often a round is run again: damage during a run is repaired, but spoils that run too."""
 Mark = tuple[int, int]
 """Address and version counter of a tensor: if either differs, the job or the user has written the tensor."""
 
@@ -74,18 +74,18 @@ class ShownValues(RoundWatch):
         self._guard = guard
         self._rounds = rounds
         self._model = rounds.job.model
+        # Checksums of the installed values, by parameter.
         self._checksums: list[Checksum] = []
-        """Checksums of the installed values, by parameter."""
+        # Frozen parameters and buffers, by name.
         self._constants: dict[str, _Constant] = {}
-        """Frozen parameters and buffers, by name."""
+        # Names of buffers that are not watched; see Note [Buffers that are written].
         self._written: set[str] = set()
-        """Names of buffers that are not watched; see Note [Buffers that are written]."""
+        # Names of tensors that had not changed.
         self._still: set[str] = set()
-        """Names of tensors that had not changed."""
         self._num_rounds = 0
+        # By name: how often a tensor was found damaged, with at most one healthy round between, and the last such
+        # round.
         self._struck: dict[str, tuple[int, int]] = {}
-        """By name: how often a tensor was found damaged, with at most one healthy round between, and the last such
-        round."""
         rounds.interpreter.ask_seals(self._is_as_sealed)
         self.begin_again()
 

@@ -18,11 +18,10 @@ from stretto.optimizer.private import is_elementwise, rebuild
 from stretto.optimizer.segments import Piece, Segment, cut_segments, owned_pieces, segment_of
 from stretto.optimizer.settings import Hyperparameters, by_value, read_hyperparameters
 
+# Elements of a sum that are widened at a time on a CPU, so that they stay in its cache.
 _BLOCK = 2**16
-"""Elements of a sum that are widened at a time on a CPU, so that they stay in its cache."""
+# Elements that are widened at a time on a device, which copies them: 32 MiB, and a few launches per 4 million elements.
 _DEVICE_BLOCK = 2**22
-"""Elements that are widened at a time on a device, which copies them: 32 MiB, and a few launches per 4 million
-elements."""
 
 
 class ReducedGradient:
@@ -188,8 +187,8 @@ class ShardedOptimizer:
             optimizer, [[s.master for s in self.segments if s.group == index] for index in range(num_groups)]
         )
         self._ghost = rebuild(optimizer, [[] for _ in range(num_groups)])
+        # The user's settings at the last step or preview; empty before the first.
         self._turned: Hyperparameters = []
-        """The user's settings at the last step or preview; empty before the first."""
 
     def new_sums(self) -> Slices:
         """Return storage for one reduced gradient."""

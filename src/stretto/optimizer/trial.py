@@ -17,18 +17,18 @@ from stretto.optimizer.settings import Hyperparameters, read_hyperparameters
 from stretto.optimizer.sharded import ReducedGradient, ShardedOptimizer
 from stretto.optimizer.state import adopt_states, piece_states
 
+# Number of updates: usual warm-ups and periods of ten are over at the last.
 _UPDATES = 12
-"""Number of updates: usual warm-ups and periods of ten are over at the last."""
+# Updates before which owners are replaced; not multiples of one number, so that an optimizer that counts steps modulo
+# any number loses count after one of them.
 _REPLACED_BEFORE = (2, 5)
-"""Updates before which owners are replaced; not multiples of one number, so that an optimizer that counts steps
-modulo any number loses count after one of them."""
 _OWNERS = 2
+# Elements of a trial tensor; 8-bit optimizers treat larger ones than 4096 in another way.
 _NUMEL_MIN, _NUMEL_MAX = 64, 8192
-"""Elements of a trial tensor; 8-bit optimizers treat larger ones than 4096 in another way."""
+# Learning rates of the trial; the user's rate may start at zero, where every optimizer looks harmless.
 _LEARNING_RATES = (0.01, 0.02, 0.005)
-"""Learning rates of the trial; the user's rate may start at zero, where every optimizer looks harmless."""
+# Scales of the gradients, so that a clip with any bound acts once.
 _GRADIENT_SCALES = (1.0, 1e4, 1e-4)
-"""Scales of the gradients, so that a clip with any bound acts once."""
 
 Values = list[Tensor]
 """One tensor for each trial tensor, in order."""
@@ -174,8 +174,8 @@ class Owners:
             widen=True,
             whole_groups=frozenset(trial.group_of),
         )
+        # The content that a checkpoint has loaded into the user's groups.
         self._loaded: Hyperparameters = [{} for _ in self._optimizer.param_groups]
-        """The content that a checkpoint has loaded into the user's groups."""
         self._owners = self._new_owners()
         for update, (gradients, settings) in enumerate(zip(trial.gradients, trial.settings, strict=True)):
             if update in _REPLACED_BEFORE:

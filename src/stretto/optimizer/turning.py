@@ -8,8 +8,8 @@ import torch
 from stretto.errors import ConfigError, UsageError
 from stretto.optimizer.several import SeveralSchedulers, members_of
 
+# Most wrappers around a scheduler that are searched.
 _DEEPEST = 8
-"""Most wrappers around a scheduler that are searched."""
 
 
 def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
