@@ -9,7 +9,7 @@ import pytest
 from experiments.campaign.drawing import DrawnFault, draw_faults
 from experiments.campaign.judgement import Judgement, site_rows
 from experiments.campaign.promises import AUDITABLE, EXTENTS, ROWS, STRATEGIES_OF
-from experiments.campaign.run import campaign, main, small, strike
+from experiments.campaign.run import campaign, main, strike
 from experiments.campaign.trial import golden_runs
 from stretto.guards import GUARDS, Guard
 from stretto.guards.contract import GuardScript
@@ -87,7 +87,3 @@ def test_every_promise_is_tried_as_often_in_the_jobs_of_every_strategy() -> None
         assert one.fault.extent in EXTENTS[one.row.extent]
         assert 0 <= one.moment < 1
         assert 3 <= one.fault_within(3, 7).instant < 7
-
-
-def test_the_task_of_a_campaign_is_small() -> None:
-    assert sum(parameter.numel() for parameter in small().build(0, 2, 0, None).model.parameters()) < 100_000

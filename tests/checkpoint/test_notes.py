@@ -220,10 +220,8 @@ def test_notes_are_as_right_where_other_processes_read_the_data(fed: bool, tmp_p
         draw = random.Random(seed)
         case = {"kind": draw.choice(["workers", "workers, shuffled", "workers, streamed"]), "fed": fed}
         case |= {"at": draw.randrange(1, 9), "saves": draw.random() < 0.8, "loads": draw.random() < 0.9}
-        group = SoloGroup()
-        strategy = draw.choice(["zero1", "acco"])
-        folder = tmp_path / str(seed)
-        is_same, notes, is_over = run(0, group, strategy, ahead=draw.random() < 0.3, folder=folder, **case)
+        strategy, case["ahead"] = draw.choice(["zero1", "acco"]), draw.random() < 0.3
+        is_same, notes, is_over = run(0, SoloGroup(), strategy, folder=tmp_path / str(seed), **case)
         assert is_same or notes, f"{strategy} {case}: another run, and no note"
         assert not is_same or not notes or is_over or not fed, f"{strategy} {case}: the same run, and {notes}"
 

@@ -138,8 +138,7 @@ def test_a_run_whose_worker_is_killed_goes_on_to_its_end(
     outcome = train(Ranks.local(3), run, shows_progress=False)
     assert outcome.updates == 30
     assert [record["step"] for record in read_json_lines(Path("run/updates.jsonl"))] == list(range(1, 31))
-    records = read_json_lines(Path("run/updates.jsonl"))
-    counts = [record["micro_batches"] for record in records]
+    counts = [record["micro_batches"] for record in read_json_lines(Path("run/updates.jsonl"))]
     assert {sum(count * ranks for count, ranks in one) for one in counts} == {6}  # also by 2 ranks
     evaluated = [record["step"] for record in read_json_lines(Path("run/evaluations.jsonl"))]
     assert evaluated == [0, 4, 8, 12, 16, 20, 24, 28, 30]
