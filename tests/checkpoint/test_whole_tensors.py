@@ -79,7 +79,8 @@ def test_two_ranks_save_and_three_or_one_go_on_to_the_bit(name: str, strategy: s
     for world_size in (1, 3) if (index + (name == "adafactor")) % 2 else (2, 3):
         found, notes = run(name, strategy, world_size, source=tmp_path)
         assert_equal(found, straight)
-        assert bool(notes) == (world_size != 2), notes
+        # Every load notes that the place in the data is not known; of another number of ranks there is a second note.
+        assert len(notes) == 1 + (world_size != 2), notes
 
 
 def test_another_strategy_takes_the_state_over(tmp_path: Path) -> None:

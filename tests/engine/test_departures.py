@@ -148,7 +148,9 @@ class FailingGroup(WrappedGroup):
 def test_a_job_does_not_end_before_the_host_knows_of_what_it_followed_last() -> None:
     group = FailingGroup(SoloGroup(), None, "failing")
     model = nn.Linear(4, 4)
-    parallel = DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), ZeRO1(), group=group)
+    parallel = DataParallel(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), ZeRO1(), group=group, wire="bf16"
+    )
     parallel.backward(model(torch.ones(1, 4)).sum())
     group.fails = True
     parallel.backward(model(torch.ones(1, 4)).sum())

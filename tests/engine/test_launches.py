@@ -22,7 +22,7 @@ from tests.draws import part
 PACKAGE = Path(stretto.__file__).parent
 PER_BUCKET = (
     "exchange/",  # a bucket travels by itself
-    "sharded.py:_squares_on_host",  # on a CPU, so that it stays in the cache; elsewhere once per set
+    "sharded.py:squared_norm",  # on a CPU, so that it stays in the cache; elsewhere once per set
 )
 MOST_CALLS = 2 * 88
 """Of functions, of Python and of C, in two rounds of a bucket. It may fall, and not rise."""

@@ -50,7 +50,7 @@ def test_records_are_the_updates_and_the_page_draws_them(strategy: stretto.Strat
     assert seconds == sorted(seconds)
     assert [one["step"] for one in read_json_lines(tmp_path / "run" / "evaluations.jsonl")] == [2, 4]
     page = page_of(tmp_path / "run", out=str(tmp_path / "page.html"))
-    assert [at for at, _ in points(page, "run")] == [2, 4]
+    assert [at for at, *_ in points(page, "run")] == [2, 4]
     assert repr(strategy).partition("(")[0] in page
     assert "width 8" in page
 

@@ -108,7 +108,9 @@ def test_price_and_estimate_are_within_a_tenth_of_what_a_simulation_takes_on_ran
     records = read_json_lines(Path("run") / "updates.jsonl")
     ends = [record["training_seconds"] for record in records]
     taken = (ends[-1] - ends[WARM_UP - 1]) / UPDATES
-    counts = [sum(record["micro_batches"]) / ranks for record in records[WARM_UP:]]
+    counts = [
+        sum(count * alike for count, alike in record["micro_batches"]) / ranks for record in records[WARM_UP:]
+    ]
     link = Link(bits_per_second=bits, latency_seconds=microseconds / 1e6)
     machine = machine_of(ranks, micro_batch_ms, link, slow, task.parameters)
     found = priced(arm, machine, micro_batches, bucket_bytes)

@@ -380,12 +380,17 @@ class Exchange:
         def transfer(index: int) -> Transfer:
             bucket = self.layout.buckets[index]
             device, numel = self.layout.sets[bucket.set_index].device, wire.num_bytes(bucket.numel)
-            if self.is_verified:  # added when no rank misses a row, which may be sent again
-                whole = wholes[index] = torch.empty(numel, dtype=torch.uint8, device=device)
-            else:
-                whole = self.scratch("packed", index, numel, torch.uint8, device)
-            own = whole.view(self.world_size, -1)[self.rank]
-            wire.drawn("changes", self.round_index, self.rank).write(change(index), own)
+            is_repeat = index in wholes
+            if self.is_verified and not is_repeat:  # added when no rank misses a row, which may be sent again
+                wholes[index] = torch.empty(numel, dtype=torch.uint8, device=device)
+            whole = (
+                wholes[index]
+                if self.is_verified
+                else self.scratch("packed", index, numel, torch.uint8, device)
+            )
+            if not is_repeat:  # a change is taken once: taking it may move what the next one begins from
+                own = whole.view(self.world_size, -1)[self.rank]
+                wire.drawn("changes", self.round_index, self.rank).write(change(index), own)
             yield from self.gather(whole, index, whole.dtype, f"gather of bucket {index}")
             if not self.is_verified:
                 add_up(index, whole)

@@ -220,9 +220,9 @@ class _RoundAudit:
         auditor = self._auditor_of(audited)
         if self._rank in (audited, auditor):
             warnings.warn(
-                f"{self._compute.where}: the same micro-batches gave other bits each time, on rank {audited} and on "
-                f"rank {auditor}: kernels are not deterministic, and audits compare within {_TOLERANCE:g} "
-                "of the norm; with torch.use_deterministic_algorithms(True) they compare bits",
+                f"{self._compute.where}: the same micro-batches gave different bits each time they were run, on "
+                f"rank {audited} and on rank {auditor}: kernels are not deterministic, and audits compare within "
+                f"{_TOLERANCE:g} of the norm; with torch.use_deterministic_algorithms(True) they compare bits",
                 stacklevel=2,
             )
         flats = self._own.buffer.flats

@@ -43,6 +43,5 @@ def waiting_seconds(computing: float, busy: float, share: float, hidden: float, 
 
 
 def of_rank(parameters: float, ranks: float, whole: float, shared: float) -> float:
-    """Return the bytes that each rank holds, or the seconds that it packs: per parameter `whole`, and its share of
-    `shared`."""
+    """Return a rank's bytes or seconds: `whole` for each parameter, and an equal share of `shared` for each."""
     return parameters * (whole + shared / ranks)

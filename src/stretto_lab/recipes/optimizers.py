@@ -17,14 +17,17 @@ from stretto.optimizer import as_one
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamW:
-    """AdamW, with weight decay on matrices."""
+    """AdamW, with weight decay on matrices or on all parameters."""
 
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the averages of the gradient and of its square. 0.95 forgets early gradients sooner than the usual
     0.999, which suits runs of a few thousand updates."""
 
     weight_decay: float = 0.1
-    """Decoupled decay per update, times the learning rate; of matrices and larger tensors, as is usual."""
+    """Decoupled decay per update, times the learning rate."""
+
+    decays: Literal["matrices", "all"] = "matrices"
+    """The parameters that decay: matrices and larger tensors, as is usual, or vectors (biases, normalisation) too."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -40,7 +43,10 @@ class AdamW:
         """Return the optimizer over these parameters."""
         groups = [
             {"params": [one for one in trainable if one.ndim >= 2], "weight_decay": self.weight_decay},
-            {"params": [one for one in trainable if one.ndim < 2], "weight_decay": 0.0},
+            {
+                "params": [one for one in trainable if one.ndim < 2],
+                "weight_decay": self.weight_decay if self.decays == "all" else 0.0,
+            },
         ]
         # A checkpoint has a group's settings under its parameters' names: one without any would come back with others.
         groups = [group for group in groups if group["params"]]
