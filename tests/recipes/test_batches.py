@@ -178,8 +178,8 @@ def test_a_parcel_that_was_begun_is_gone_on_with_by_whoever_gets_it(seed: int) -
 def test_ranks_that_share_an_evaluation_all_get_the_number_of_one_to_the_bit() -> None:
     for seed in draws(40):
         draw = random.Random(seed)
-        batches = [torch.full((), draw.uniform(-1, 1)) for _ in range(draw.randrange(1, 9))]
-        ranks, weights, looked = draw.randrange(1, 5), [draw.choice([0.1, 1.0, 7.0]) for _ in batches], []
+        batches = [torch.tensor(draw.gauss(0, 10 ** draw.randrange(9))) for _ in range(draw.randrange(1, 9))]
+        ranks, weights, looked = draw.randrange(1, 5), [draw.choice([0.1, 1 / 3, 7.0]) for _ in batches], []
 
         def loss(model: nn.Module, batch: torch.Tensor, weights: Any = weights, looked: Any = looked) -> Loss:
             looked.append(len(looked))
