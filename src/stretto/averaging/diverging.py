@@ -181,7 +181,7 @@ class DivergingReplica(Replica):
         self._mean.begin_again()
         self.sync.mark_synced(states=effect.state, is_shown=round is not None)
         if round is not None:
-            self.show_masters(round)
+            self.publish_masters(round)
         return divergence
 
     # Comparing and uniting

@@ -212,7 +212,7 @@ class LocalReplica(Replica):
         if transfer.has_left:
             fragment.land(effect.mix)
             self._weights.land(transfer.fragment, keeps_own=effect.mix > 0)
-        self.show_masters(round)
+        self.publish_masters(round)
         self.sync.fragment_landed(
             is_whole=not (effect.delay or effect.mix or len(self.fragments) > 1),
             states=fragment.averages_state if transfer.has_left else None,
@@ -298,7 +298,7 @@ class LocalReplica(Replica):
         self._arrived = None
         self._weights.unite(transfer.report)
         self.sync.mark_synced(states=None if share is None else launch.state)
-        self.show_masters(round)
+        self.publish_masters(round)
         self._catch_up(transfer.report)
         self._tell(transfer, round, has_waited=True)
 

@@ -269,9 +269,9 @@ class Replica:
             if self.runtime.virtual_time is not None:
                 self.runtime.virtual_time.charge("step", self.sharded.numel)
             self.progress.stepped, self.progress.gradient_norm = True, norm
-        self.show_masters(round)
+        self.publish_masters(round)
 
-    def show_masters(self, round: Round) -> None:
+    def publish_masters(self, round: Round) -> None:
         """Publish the masters to the models; a rank that does not hold all of them publishes its own."""
         round.values, round.shown = self._whole_masters, "committed"
         if self._whole_masters is None:
@@ -281,7 +281,7 @@ class Replica:
         """Publish the parameters that one more step would give."""
         gradient, _, clip = self._merged(effect.gradient)
         if gradient.weight == 0:
-            self.show_masters(round)
+            self.publish_masters(round)
             return
         self.sharded.preview(gradient, self.progress.hyperparameters, clip, round.buffer.flats)
         if self.runtime.virtual_time is not None:

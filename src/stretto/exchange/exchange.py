@@ -373,22 +373,18 @@ class Exchange:
         self.perform(gathers)
 
     def gather_changes(self, wire: PackedWire, change: Change, add: Add) -> None:
-        """Gather what every owner has to add to its slices, packed."""
-
+        """Gather the packed changes that all owners have for their slices, and add them."""
         wholes: dict[int, Tensor] = {}
 
         def transfer(index: int) -> Transfer:
             bucket = self.layout.buckets[index]
             device, numel = self.layout.sets[bucket.set_index].device, wire.num_bytes(bucket.numel)
-            is_repeat = index in wholes
-            if self.is_verified and not is_repeat:  # added when no rank misses a row, which may be sent again
-                wholes[index] = torch.empty(numel, dtype=torch.uint8, device=device)
-            whole = (
-                wholes[index]
-                if self.is_verified
-                else self.scratch("packed", index, numel, torch.uint8, device)
-            )
-            if not is_repeat:  # a change is taken once: taking it may move what the next one begins from
+            whole = wholes.get(index)
+            if whole is None:  # not a repeat: a change may add what packing lost before in place, once
+                if self.is_verified:  # added when no rank misses a row, which may be sent again
+                    whole = wholes[index] = torch.empty(numel, dtype=torch.uint8, device=device)
+                else:
+                    whole = self.scratch("packed", index, numel, torch.uint8, device)
                 own = whole.view(self.world_size, -1)[self.rank]
                 wire.drawn("changes", self.round_index, self.rank).write(change(index), own)
             yield from self.gather(whole, index, whole.dtype, f"gather of bucket {index}")

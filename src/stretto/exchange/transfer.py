@@ -23,7 +23,7 @@ Transfers = Generator[int | Started | Barrier, None, None]
 ready. Its caller decides only the time: the collectives and their order are the same on every rank."""
 
 Change = Callable[[int], Tensor]
-"""Returns this rank's change of its slice of a bucket, by the bucket's index."""
+"""Returns this rank's change of its slice of a bucket, by the bucket's index; called once, even if it is sent again."""
 Add = Callable[[int, Tensor], None]
 """Receives all ranks' changes of a bucket, `(bucket.numel,)`, by its index."""
 Prepare = Callable[[int], None]

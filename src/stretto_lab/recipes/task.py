@@ -67,8 +67,8 @@ class OverFiles(Protocol):
         """Read enough to find mistakes before there are workers or a run's folder.
 
         Raises:
-            ConfigError: A file is missing, empty, or of the wrong kind. MissingExtra: A package of the `recipes` extra
-                is not installed.
+            ConfigError: A file is missing, empty, or of the wrong kind.
+            MissingExtra: A package of the `recipes` extra is not installed.
         """
         ...
 

@@ -104,7 +104,8 @@ class Workers:
         """Raise the received stop signal, if there is one.
 
         Raises:
-            KeyboardInterrupt: It was Ctrl-C. SystemExit: It was another signal.
+            KeyboardInterrupt: It was Ctrl-C.
+            SystemExit: It was another signal.
         """
         if self.stop_signal == signal.SIGINT:
             raise KeyboardInterrupt
